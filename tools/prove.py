@@ -1,0 +1,71 @@
+"""
+What a mechanism file claims in its header, computed: `python mudd.py`, or `python mudd.py --variant=...` for an option.
+
+`python mudd.py --diff` prints the difference between the layer loop of model.py and the file's own.
+"""
+import difflib
+import inspect
+import sys
+
+import torch
+
+import configs
+from model import GPT, GPTConfig
+
+SIZE = dict(vocab_size=257, block_size=64, n_layer=6, n_head=4, n_kv_head=2, n_embd=64)      # small: seconds on a CPU
+
+
+def loop_diff(model_class, loop="layers"):
+    """The unified diff, as lines, from GPT.layers to the method `loop` of a model class."""
+    def source(cls, name):
+        return inspect.getsource(getattr(cls, name)).splitlines()
+    return list(difflib.unified_diff(source(GPT, "layers"), source(model_class, loop), "model.py",
+                                     f"{model_class.__module__}.py", n=9, lineterm=""))
+
+
+def claims(config_class, model_class, settings):
+    """[(claim, value)] for the small model with the given settings."""
+    config, = configs.build(SIZE | settings, config_class)
+    shared = {f.name: getattr(config, f.name) for f, _, _ in configs.fields(GPTConfig)}
+    model, plain = model_class(config).eval(), GPT(GPTConfig(**shared)).eval()
+    generator = torch.Generator().manual_seed(0)
+    idx = torch.randint(config.vocab_size, (2, config.block_size), generator=generator)
+    with torch.no_grad():
+        full, apart = model(idx), (model(idx) - plain(idx)).abs().max()
+        cache = model.new_cache(2)
+        pieces = [model(piece, cache=cache) for piece in idx.split([20, 1, 30, config.block_size - 51], dim=1)]
+        decoded = (torch.cat(pieces, dim=1) - full).abs().max()
+
+    def count(m):
+        return sum(p.numel() for p in m.parameters())
+
+    def flops(cls):
+        return sys.modules[cls.__module__].flops_per_token(config, config.block_size)
+
+    def cache_bytes(cls):
+        return 2 * sum(cls.cache_slots(config)) * config.n_kv_head * config.head_dim
+    ours, base = flops(model_class), flops(GPT)
+    return [("parameters", f"{count(model):,} ({count(model) - count(plain):+,} against the baseline)"),
+            ("logits at the start", f"{apart:.2g} away from the baseline's"
+                                    + (" (equal bit for bit)" if apart == 0 else "")),
+            ("KV cache", f"{cache_bytes(model_class):,} bytes a token in bf16 (baseline {cache_bytes(GPT):,})"),
+            *((f"FLOPs, {kind}", f"{ours[kind]:,.0f} a token ({ours[kind] / base[kind]:.4f} of the baseline)")
+              for kind in ("train", "prefill", "decode")),
+            ("cached decoding", f"logits within {decoded:.1g} of the full forward's, in pieces of 20, 1, 30 and 13")]
+
+
+def main(name):
+    """The command line of a mechanism file; `name` as in train.MODELS."""
+    from train import MODELS
+    config_class, model_class = MODELS[name]
+    try:
+        settings = configs.read(sys.argv[1:])
+        if settings.pop("diff", False):
+            print("\n".join(loop_diff(model_class)))
+            return
+        rows = claims(config_class, model_class, settings)
+    except configs.SettingError as error:
+        sys.exit(f"{name}: {error}")
+    print(f"{name}, {' '.join(f'{key}={value}' for key, value in (SIZE | settings).items())}")
+    for claim, value in rows:
+        print(f"  {claim:<20} {value}")
