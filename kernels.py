@@ -38,9 +38,9 @@ def compile_methods(modules, *names):
 
 
 def restore(model):
-    """Undo model.compile_pieces(): every module gets the plain methods of its class back."""
+    """Undo model.compile_pieces(): drop what it put in front of the methods of a class, in the model and its modules."""
     for module in model.modules():
-        for name in [n for n, value in vars(module).items() if isinstance(value, types.MethodType)]:
+        for name in [name for name in vars(module) if callable(vars(module)[name]) and hasattr(type(module), name)]:
             delattr(module, name)
 
 

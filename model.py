@@ -158,6 +158,13 @@ def attend_explicit(q, k, v):
     return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ v     # A V
 
 
+def cross_entropy(h, weight, targets, vocab_size):
+    """h (B, T, D), weight (padded vocabulary, D), targets (B, T), -1 ignored -> mean loss in nats. The fused form,
+    which never holds all the logits at once, is kernels.cross_entropy."""
+    logits = F.linear(h, weight)[..., :vocab_size]                       # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each reading a norm of the stream and adding to it.
 
@@ -220,6 +227,8 @@ class GPT(nn.Module):
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
 
+    loss = staticmethod(cross_entropy)
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -229,7 +238,6 @@ class GPT(nn.Module):
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         if not config.tie_embeddings:
             self.unembed = Embedding(config, "unembed")
-        self.loss = cross_entropy
         self.trace = None                         # set to {} and the next eager forward fills it; see `record`
 
     def make_block(self, config, n):
@@ -333,13 +341,6 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, **how):
         """idx (B, T) -> (B, T + max_new_tokens); the options are those of `stream`."""
         return torch.cat((idx, *self.stream(idx, max_new_tokens, **how)), dim=1)
-
-
-def cross_entropy(h, weight, targets, vocab_size):
-    """h (B, T, D), weight (padded vocabulary, D), targets (B, T), -1 ignored -> mean loss in nats. The fused form,
-    which never holds all the logits at once, is kernels.cross_entropy."""
-    logits = F.linear(h, weight)[..., :vocab_size]                       # (B, T, V)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 class KVCache:

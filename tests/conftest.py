@@ -1,0 +1,23 @@
+"""What several test files share."""
+import numpy as np
+import pytest
+import torch
+
+import data
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory):
+    """A data set of 6,000 bytes to train on and 700 held out: text with a pattern that a small model can learn."""
+    folder = tmp_path_factory.mktemp("tiny")
+    text = np.frombuffer(b"".join(b"%d and %d make %d. " % (a, b, a + b) for a in range(20) for b in range(20)), np.uint8)
+    for split, part in (("train", text[:6000]), ("val", text[6000:6700])):
+        with data.TokenWriter(folder / f"{split}.bin") as out:
+            out.write(np.concatenate(([256], part)).astype(np.uint16))
+    data.write_meta(folder, "bytes")
+    return folder

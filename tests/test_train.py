@@ -1,0 +1,391 @@
+"""The trainer: exact steps, exact resume, exact validation, and every mistake answered with one line."""
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import data
+import kernels
+import train
+from configs import SettingError
+from train import MODELS, TrainConfig, learning_rate, load_checkpoint
+
+ROOT = Path(train.__file__).parent
+SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=6", "--eval_interval=4",
+         "--log_interval=1", "--warmup_iters=2", "--learning_rate=0.01", "--sample_tokens=0", "--device=cpu"]
+
+
+@pytest.fixture
+def run(tiny_data, tmp_path, monkeypatch):
+    """run("--flag=value", ...) trains a tiny model in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *flags: train.main([*SMALL, f"--data={tiny_data}", *flags])
+
+
+def log(folder):
+    return [json.loads(line) for line in Path(folder, "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(folder):
+    return {record["step"]: record["loss"] for record in log(folder) if "loss" in record}
+
+
+def stop_after(patch, step):
+    """As if Ctrl-C came during that step."""
+    patch.setattr(train.Run, "agree", lambda self, loss: (loss.item(), self.step == step - 1))
+
+
+def equal_state(a, b):
+    """Weights, optimizer and counters of two checkpoints, bit for bit."""
+    a, b = (torch.load(path, weights_only=True) for path in (a, b))
+    assert a["model"].keys() == b["model"].keys()
+    assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
+    for p in a["optimizer"]["state"]:
+        assert all(torch.equal(v, b["optimizer"]["state"][p][k]) for k, v in a["optimizer"]["state"][p].items())
+    assert (a["step"], a["best"], a["val_loss"]) == (b["step"], b["best"], b["val_loss"])
+
+
+def test_exactly_max_iters_steps_and_the_last_weights_are_evaluated_and_saved(run):
+    run("--max_iters=6", "--eval_interval=4")
+    assert list(losses("runs/gpt-1")) == [1, 2, 3, 4, 5, 6]
+    state = torch.load("runs/gpt-1/last.pt", weights_only=True)
+    assert state["step"] == 6 and state["optimizer"]["state"][0]["step"] == 6
+    assert [r["step"] for r in log("runs/gpt-1") if "val_loss" in r] == [4, 6]
+    assert state["val_loss"] == log("runs/gpt-1")[-1]["val_loss"]
+
+
+def test_a_run_goes_to_the_next_free_folder(run):
+    run("--max_iters=1")
+    run("--max_iters=1")
+    run("--max_iters=1", "--model=value_residual")
+    assert sorted(p.name for p in Path("runs").iterdir()) == ["gpt-1", "gpt-2", "value_residual-1"]
+
+
+def test_the_first_record_of_the_log_says_what_ran(run):
+    run("--max_iters=1", "--seed=5")
+    first = log("runs/gpt-1")[0]
+    assert first["model_config"]["seed"] == 5 and first["train_config"]["max_iters"] == 1
+    assert first["parameters"] == sum(p.numel() for p in load_checkpoint("runs/gpt-1").model.parameters())
+    assert first["flops_per_token"]["train"] > 0 and first["torch"] == torch.__version__
+    step = log("runs/gpt-1")[1]
+    assert step["tokens_per_second"] > 0 and step["gradient_norm"] > 0 and step["mfu"] == "n/a"
+
+
+@pytest.mark.parametrize("flags", [[], ["--dropout=0.2"], ["--dtype=bfloat16", "--dropout=0.1"],
+                                   ["--model=value_residual", "--variant=learnable", "--gradient_accumulation_steps=2"]])
+def test_resume_is_bit_equal_also_from_a_step_that_was_no_evaluation(run, monkeypatch, flags):
+    run(*flags, "--out_dir=whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(SystemExit) as stopped:
+            run(*flags, "--out_dir=parts")
+    assert stopped.value.code == 130 and torch.load("parts/last.pt", weights_only=True)["step"] == 3
+    train.main(["--resume", "--out_dir=parts"])
+    equal_state("whole/last.pt", "parts/last.pt")
+    assert losses("whole") == losses("parts")
+
+
+def test_resume_cuts_the_log_at_the_checkpoint(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(SystemExit):
+            run("--out_dir=r")
+    with open("r/log.jsonl", "a", encoding="utf-8") as file:          # as a killed run leaves it: steps after the checkpoint
+        file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')
+    train.main(["--resume", "--out_dir=r"])
+    assert 99.0 not in losses("r").values() and list(losses("r")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_takes_the_newest_run_and_the_settings_of_its_checkpoint(run):
+    run("--max_iters=2", "--n_embd=32")
+    train.main(["--resume", "--max_iters=3"])
+    assert load_checkpoint("runs/gpt-1").config.n_embd == 32
+    assert torch.load("runs/gpt-1/last.pt", weights_only=True)["step"] == 3
+
+
+def test_dropout_changes_the_run_and_the_seed_does(run):
+    for name, flags in {"a": [], "b": ["--dropout=0.2"], "c": ["--seed=2"]}.items():
+        run(f"--out_dir={name}", "--max_iters=2", *flags)
+    assert losses("a")[2] != losses("b")[2] and losses("a")[1] != losses("c")[1]
+
+
+def test_accumulation_logs_the_mean_loss_and_gives_the_same_step(run):
+    run("--batch_size=4", "--gradient_accumulation_steps=1", "--out_dir=a")
+    run("--batch_size=2", "--gradient_accumulation_steps=2", "--out_dir=b")
+    for step, loss in losses("a").items():
+        assert losses("b")[step] == pytest.approx(loss, abs=2e-5)
+
+
+def test_validation_is_exact_and_does_not_depend_on_the_batch_size(run, tiny_data):
+    run("--max_iters=3")
+    model = load_checkpoint("runs/gpt-1").model
+    tokens, tokenizer = data.open_tokens(tiny_data, "val", 257), data.tokenizer("bytes")
+    stream = torch.cat((torch.tensor([256]), torch.from_numpy(tokens.read(1, 701))))       # end of text, then 700 bytes
+    nats = 0.0
+    with torch.no_grad():
+        for start in range(0, 700, 16):                               # by hand: windows of 16, a short last one
+            x, y = stream[start:min(start + 16, 700)], stream[start + 1:start + 17]
+            nats += F.cross_entropy(model(x[None])[0], y, reduction="sum").item()
+    for batch_size in (1, 3, 64):
+        loss, bits = train.evaluate(model, tokens, tokenizer, batch_size)
+        assert loss == pytest.approx(nats / 700, abs=1e-6)
+        assert bits == pytest.approx(nats / 700 / math.log(2), abs=1e-6)       # one byte a token, no end of text inside
+
+
+def test_bits_per_byte_leave_end_of_text_out(tmp_path):
+    import numpy as np
+    for split in ("train", "val"):
+        with data.TokenWriter(tmp_path / f"{split}.bin") as out:
+            out.write(np.array([256, 65, 66, 256, 67, 68, 69], dtype=np.uint16))
+    data.write_meta(tmp_path, "bytes")
+    model = train.build("gpt", n_layer=1, n_head=1, n_embd=8, block_size=4).eval()
+    for p in model.parameters():
+        p.data.zero_()                                                # uniform: every token costs ln 257
+    nats, bits = train.evaluate(model, data.open_tokens(tmp_path, "val", 257), data.tokenizer("bytes"), 2)
+    assert nats == pytest.approx(math.log(257)) and bits == pytest.approx(math.log2(257))
+
+
+@pytest.mark.parametrize("warmup, decay, steps", [(0, None, 10), (10, None, 10), (20, None, 10), (0, None, 1), (1, None, 1),
+                                                  (5, 5, 10), (5, 3, 10), (2, 0, 10)])
+def test_the_learning_rate_is_positive_and_finite_for_every_edge(warmup, decay, steps):
+    config = TrainConfig(max_iters=steps, warmup_iters=warmup, lr_decay_iters=decay, learning_rate=1.0)
+    rates = [learning_rate(config, step) for step in range(steps + 3)]
+    assert all(0 < rate <= 1 for rate in rates)
+    if decay is None and warmup < steps:
+        assert rates[steps] == pytest.approx(config.min_lr) and max(rates) <= 1
+
+
+def test_warm_up_rises_and_the_cosine_falls():
+    config = TrainConfig(max_iters=100, warmup_iters=10, learning_rate=1.0)
+    rates = [learning_rate(config, step) for step in range(100)]
+    assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True) and rates[10] == 1.0
+
+
+MISTAKES = [
+    (["--nlayer=3"], "did you mean --n_layer?"),
+    (["--xyzzy=3"], "--help lists them all"),
+    (["--model=gtp"], "choose one of gpt"),
+    (["--n_layer=two"], "a whole number is wanted"),
+    (["--n_layer=2.5"], "a whole number is wanted"),
+    (["--learning_rate=fast"], "a number is wanted"),
+    (["--qk_norm=maybe"], "yes or no is wanted"),
+    (["--n_head=4", "--n_kv_head=3"], "not a multiple of n_kv_head=3"),
+    (["--n_embd=17"], "not a multiple of n_head"),
+    (["--block_size=7000"], "block_size=7000 needs 7001 tokens"),
+    (["--data=nowhere"], "no data set 'nowhere'"),
+    (["no_such_preset.toml"], "is no preset"),
+    (["--dtype=int8"], "choose one of auto, float32"),
+    (["--device=tpu"], "cannot be used here"),
+    (["--max_iters=0"], "at least 1"),
+    (["--learning_rate=0"], "a positive number"),
+    (["--learning_rate=nan"], "a positive number"),
+    (["--dropout=1"], "up to, but not including, 1"),
+    (["--vocab_size=100"], "not below the vocabulary size"),
+    (["--resume", "--out_dir=nowhere"], "there is no checkpoint"),
+]
+
+
+@pytest.mark.parametrize("flags, sentence", MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+def test_a_mistake_is_answered_with_one_line_and_nothing_is_written(run, flags, sentence):
+    before = set(Path().iterdir())
+    with pytest.raises(SystemExit) as stopped:
+        run(*flags)
+    assert sentence in str(stopped.value.code) and "\n" not in str(stopped.value.code)
+    assert set(Path().iterdir()) == before
+
+
+def test_accumulation_must_be_shared_out_among_the_processes(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="give a multiple of 2"):
+        run("--gradient_accumulation_steps=3")
+
+
+def test_an_existing_folder_is_not_overwritten_unasked(run):
+    run("--out_dir=r", "--max_iters=1")
+    before = Path("r/last.pt").read_bytes()
+    with pytest.raises(SystemExit, match="--resume"):
+        run("--out_dir=r", "--max_iters=1")
+    assert Path("r/last.pt").read_bytes() == before
+    run("--out_dir=r", "--max_iters=2", "--overwrite")
+    assert list(losses("r")) == [1, 2]
+
+
+def test_a_resumed_run_refuses_another_shape_and_says_when_it_is_finished(run):
+    run("--out_dir=r", "--max_iters=2")
+    with pytest.raises(SystemExit, match="--n_layer cannot change"):
+        train.main(["--resume", "--out_dir=r", "--max_iters=3", "--n_layer=3"])
+    with pytest.raises(SystemExit, match="already made 2 steps"):
+        train.main(["--resume", "--out_dir=r"])
+
+
+@pytest.mark.parametrize("spoil", ["weights", "gradient"])
+def test_a_non_finite_number_stops_the_run_and_spares_the_checkpoint(run, monkeypatch, spoil):
+    plain = train.Run.micro_batches
+
+    def micro_batches(self, step):
+        if step == 5:
+            if spoil == "weights":
+                self.model.embed.weight.data[:] = math.nan
+            else:
+                self.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+        return plain(self, step)
+    monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
+    with pytest.raises(SystemExit, match="step 5: loss .* gradient norm .* learning rate .* last good checkpoint"):
+        run("--out_dir=r", "--eval_interval=4")
+    checkpoint = load_checkpoint("r/last.pt")
+    assert checkpoint.facts["step"] == 4 and all(p.isfinite().all() for p in checkpoint.model.parameters())
+
+
+def test_under_fp16_an_overflow_skips_the_step_and_is_counted(run, monkeypatch):
+    plain = train.Run.micro_batches
+
+    def micro_batches(self, step):
+        if step == 1:
+            hook = self.model.norm.weight.register_hook(lambda grad: (hook.remove(), grad * math.inf)[1])
+        return plain(self, step)
+    monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
+    run("--out_dir=r", "--dtype=float16", "--max_iters=4")
+    state = torch.load("r/last.pt", weights_only=True)
+    assert state["skipped"] == 1 and state["scaler"]["scale"] == 2.0 ** 15          # half of where it began
+    assert state["optimizer"]["state"][0]["step"] == 3 and state["step"] == 4
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint(run, monkeypatch):
+    run("--out_dir=r", "--max_iters=2")
+    before = Path("r/last.pt").read_bytes()
+
+    def save(state, file):
+        file.write(b"half a checkpoint")
+        raise OSError("disk full")
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError):
+        train.main(["--resume", "--out_dir=r", "--max_iters=3"])
+    assert Path("r/last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None, "cut", "foreign"])
+def test_what_is_no_checkpoint_gets_one_sentence(run, content):
+    if content == "foreign":
+        torch.save({"model": torch.zeros(3)}, "x.pt")
+    elif content == "cut":
+        run("--out_dir=r", "--max_iters=1")
+        Path("x.pt").write_bytes(Path("r/last.pt").read_bytes()[:-500])
+    elif content is not None:
+        Path("x.pt").write_bytes(content)
+    with pytest.raises(SettingError, match="checkpoint") as refused:
+        load_checkpoint("x.pt")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_pickled_surprise_is_not_executed(tmp_path):
+    class Surprise:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+    torch.save({"model": Surprise()}, tmp_path / "x.pt")
+    with pytest.raises(SettingError):
+        load_checkpoint(tmp_path / "x.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_load_checkpoint_gives_the_best_weights_in_eval_mode(run):
+    run("--out_dir=r", "--model=value_residual", "--variant=convex", "--dropout=0.5")
+    model, config, facts = load_checkpoint("r")
+    assert not model.training and config.variant == "convex" and facts["path"].endswith("best.pt")
+    idx = torch.arange(10)[None]
+    assert torch.equal(model(idx), model(idx))
+
+
+def test_every_parameter_is_in_the_optimizer_once_or_training_does_not_begin():
+    model = train.build("gpt", n_layer=1, n_head=1, n_embd=8)
+    model.param_groups = lambda: [dict(params=[model.embed.weight], decay=True, lr_scale=1.0)]
+    with pytest.raises(AssertionError, match="every parameter exactly once"):
+        train.make_optimizer(model, TrainConfig(), torch.device("cpu"))
+
+
+def test_weight_decay_and_rates_follow_the_groups():
+    model = train.build("value_residual", variant="learnable", n_layer=2, n_head=1, n_embd=8)
+    optimizer = train.make_optimizer(model, TrainConfig(weight_decay=0.3), torch.device("cpu"))
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decay[id(model.blocks[0].wq.weight)] == 0.3 and decay[id(model.lam1)] == 0 and decay[id(model.norm.weight)] == 0
+
+
+def test_a_compiler_that_fails_is_named_and_training_goes_on(run, monkeypatch, capsys):
+    def broken(function):
+        def call(*args):
+            raise RuntimeError("no compiler here\nmore lines")
+        return call
+    monkeypatch.setattr(kernels, "compiled", broken)
+    run("--out_dir=r", "--compile=on", "--max_iters=2")
+    said = capsys.readouterr().out
+    assert said.count("torch.compile does not work here (RuntimeError: no compiler here)") == 1 and "eager" in said
+    run("--out_dir=e", "--compile=off", "--max_iters=2")
+    assert losses("r") == losses("e")
+
+
+def test_flags_stand_over_presets_whatever_their_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text("max_iters = 2\nn_embd = 8\n", encoding="utf-8")
+    assert train.configs.read(["--n_embd=24", "mine.toml"]) == {"max_iters": 2, "n_embd": "24"}
+
+
+def test_help_names_every_setting_with_its_comment(capsys):
+    train.main(["--help", "--model=value_residual"])
+    said = capsys.readouterr().out
+    for cls in (TrainConfig, MODELS["value_residual"][0]):
+        for field, _, comment in train.configs.fields(cls):
+            assert f"--{field.name}=" in said and comment and comment in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGKILL", None)])
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals for another process")
+def test_a_stopped_or_killed_run_leaves_a_checkpoint_that_resumes(tiny_data, tmp_path, number):
+    small = [flag for flag in SMALL if not flag.startswith("--max_iters")]
+    command = [sys.executable, str(ROOT / "train.py"), *small, f"--data={tiny_data}", "--max_iters=100000",
+               "--lr_decay_iters=100", "--eval_interval=5", f"--out_dir={tmp_path / 'r'}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        deadline = time.time() + 120
+        while not (tmp_path / "r" / "last.pt").exists() and time.time() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    step = load_checkpoint(tmp_path / "r" / "last.pt").facts["step"]
+    if number != signal.SIGKILL:
+        assert process.returncode == 130 and f"stopped after step {step}; go on with: python train.py --resume" in said
+    train.main(["--resume", f"--out_dir={tmp_path / 'r'}", f"--max_iters={step + 2}"])
+    assert load_checkpoint(tmp_path / "r" / "last.pt").facts["step"] == step + 2
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(run, tiny_data, tmp_path):
+    common = [*SMALL, f"--data={tiny_data}", "--gradient_accumulation_steps=4"]
+    train.main([*common, f"--out_dir={tmp_path / 'one'}"])
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
+                    *common, f"--out_dir={tmp_path / 'two'}"], check=True, timeout=240, cwd=tmp_path)
+    one, two = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("one", "two"))
+    for name in one["model"]:
+        torch.testing.assert_close(two["model"][name], one["model"][name], rtol=1e-4, atol=1e-5)
+    assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)
+    for step, loss in losses(tmp_path / "one").items():
+        assert losses(tmp_path / "two")[step] == pytest.approx(loss, abs=2e-5)
+    assert not any("module." in name or "_orig_mod" in name for name in two["model"])
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["best.pt", "last.pt", "log.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_the_same_and_saves_plain_names(run):
+    run("--out_dir=e", "--compile=off")
+    run("--out_dir=c", "--compile=on")
+    for step, loss in losses("e").items():
+        assert losses("c")[step] == pytest.approx(loss, abs=1e-4)
+    assert load_checkpoint("c").model.state_dict().keys() == load_checkpoint("e").model.state_dict().keys()
