@@ -119,8 +119,9 @@ def train(run):
             loss = 0.0                                                       # the mean over micro-steps
             micro_batches = run.micro_batches(step)
             for i, (x, y) in enumerate(micro_batches):
-                with run.gradient_sync(last=i == len(micro_batches) - 1), run.autocast():
-                    part = run.parallel(x, y) / len(micro_batches)           # forward
+                with run.gradient_sync(last=i == len(micro_batches) - 1):
+                    with run.autocast():
+                        part = run.parallel(x, y) / len(micro_batches)       # forward
                     scaler.scale(part).backward()                            # backward
                 loss += part.detach()
 
