@@ -53,19 +53,22 @@ def restore(model):
 # to the gradients of h and W; the logits are gone before the next rows come, and nothing is computed twice.
 
 
+LOGITS_AT_A_TIME = 2 ** 25                              # 128 MB in fp32
+
+
 def nll_and_gradient(logits, targets):
     """logits (n, V), targets (n,) -> the summed loss, and its gradient softmax - onehot (n, V); rows of -1 give 0."""
     logp = logits.float().log_softmax(dim=-1)
-    seen = (targets >= 0)[:, None]
     onehot = torch.arange(logits.size(-1), device=logits.device) == targets[:, None]
-    return -torch.where(onehot, logp, 0).sum(), torch.where(seen, logp.exp() - onehot, 0).to(logits.dtype)
+    gradient = torch.where((targets >= 0)[:, None], logp.exp() - onehot.float(), 0)
+    return -torch.where(onehot, logp, 0).sum(), gradient.to(logits.dtype)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size, dtype, with_gradient):
         W = weight[:vocab_size].to(dtype)                                     # (V, D)
-        rows = max(1, 2 ** 25 // vocab_size)                                  # 128 MB of fp32 logits at a time
+        rows = max(1, LOGITS_AT_A_TIME // vocab_size)
         total, seen = h.new_zeros((), dtype=torch.float32), (targets >= 0).sum()
         dh = torch.empty_like(h) if with_gradient else None
         dW = torch.zeros_like(weight) if with_gradient else None
