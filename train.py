@@ -31,6 +31,7 @@ from tqdm import tqdm
 import configs
 import data
 import kernels
+from baselines.shortcuts import Shortcut, ShortcutConfig
 from configs import SettingError
 from model import GPT, GPTConfig
 from value_residual import ValueResidual, ValueResidualConfig
@@ -38,6 +39,7 @@ from value_residual import ValueResidual, ValueResidualConfig
 MODELS = {
     "gpt": (GPTConfig, GPT),
     "value_residual": (ValueResidualConfig, ValueResidual),
+    "shortcut": (ShortcutConfig, Shortcut),
 }
 
 
