@@ -34,11 +34,13 @@ import kernels
 from baselines.shortcuts import Shortcut, ShortcutConfig
 from configs import SettingError
 from model import GPT, GPTConfig
+from mudd import MUDD, MUDDConfig
 from value_residual import ValueResidual, ValueResidualConfig
 
 MODELS = {
     "gpt": (GPTConfig, GPT),
     "value_residual": (ValueResidualConfig, ValueResidual),
+    "mudd": (MUDDConfig, MUDD),
     "shortcut": (ShortcutConfig, Shortcut),
 }
 
@@ -563,7 +565,7 @@ def finish(run):
         from tools.sample import stream_text
         print("\nsample:")
         for piece in stream_text(run.model.eval(), run.tokenizer, run.config.prompt, run.config.sample_tokens,
-                                 generator=torch.Generator(run.device).manual_seed(config.seed)):
+                                 temperature=0.8, generator=torch.Generator(run.device).manual_seed(config.seed)):
             print(piece, end="", flush=True)
         print()
 
