@@ -1,8 +1,15 @@
 """What several test files share."""
 import numpy as np
 import pytest
+import torch
 
 import data
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers in every run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
