@@ -31,10 +31,16 @@ def compile_methods(modules, *names):
     for module in modules:
         for name in names:
             plain = getattr(type(module), name)
+            replace_method(module, name, lambda *args, plain=plain: compiled(plain)(*args))
 
-            def method(self, *args, plain=plain):
-                return (compiled(plain) if self.training else plain)(self, *args)
-            setattr(module, name, types.MethodType(method, module))
+
+def replace_method(module, name, function):
+    """Let function(module, ...) stand for module's method `name` in training mode."""
+    plain = getattr(type(module), name)
+
+    def method(self, *args):
+        return (function if self.training else plain)(self, *args)
+    setattr(module, name, types.MethodType(method, module))
 
 
 def restore(model):
@@ -105,56 +111,88 @@ def cross_entropy(h, weight, targets, vocab_size):
 # ---------------------------------------------------------------------------------------------------------------------
 # The depth mix: C mixtures of the S states that lie below, for every token (MUDD, DenseFormer)
 #
-# Plain: C S products and as many sums, each reading and writing a whole (B, T, D) tensor, and again in the backward pass,
-# where every layer makes a new gradient for each of the states below it. All that is needed: read the S states once, write
-# C mixtures; backward, read the states and the C gradients once and add to the S gradients where they lie.
+# Plain: C S products and as many sums, each reading and writing a whole (B, T, D) tensor; in the backward pass every layer
+# makes a new gradient for each state below it, and autograd adds them up. What is needed: forward, read S states once and
+# write C mixtures; backward, read S states and C gradients once, and add to S gradients where they lie.
 #
-# So the states of one token lie together, in one buffer (N, L+1, D), N = B T: a mix is then one batched matrix product
-# (C x S) (S x D), and so is each of its two gradients. Each layer writes its state into the buffer in place, and the
-# backward pass adds into the buffer's gradient in place as it comes down. That is safe because the buffer has one
-# consumer at a time: it is a value that mix n hands on to mix n+1, made new in every forward, and never leaves History.
+# The states of one token lie together, in one buffer (N, L+1, D), N = B T. Every layer writes its own state into it, and the
+# backward pass adds into the buffer's gradient as it comes down, both in place. That is safe because mix n hands the buffer
+# on to mix n+1 as a value: autograd runs their backwards in the opposite order, and a gradient comes in on that edge alone.
+# A gradient that came another way (a second reader of the buffer, a hook) is not ours to add into: it is copied first.
+
+
+PADDING = 16        # numbers between two states: were they to touch, the compiler would see one long state, and add to a copy
+
+
+def state_buffer(N, states, D, like):
+    return like.new_empty(0).new_empty_strided((N, states, D), (states * (D + PADDING), D + PADDING, 1))
+
+
+def mixtures(X, A):
+    """X (N, S, D), A (N, C, S) -> C mixtures (N, D): sum_j A_cj X_j. X is read once."""
+    return tuple((A[:, c, :, None] * X).sum(dim=1) for c in range(A.size(1)))
+
+
+def mixture_gradients(X, dX, A, *d_mixtures):
+    """dX (N, S, D) += sum_c A_cj d_c, in place; -> dA (N, C, S): <X_j, d_c>. X and dX are read once."""
+    torch._check(X.size(1) == dX.size(1))
+    dX += sum(A[:, c, :, None] * d[:, None] for c, d in enumerate(d_mixtures))
+    return torch.stack([(X * d[:, None]).sum(dim=-1) for d in d_mixtures], dim=1)
+
+
+def any_length(X, *As):
+    """The number of states, S, grows from layer to layer: one compiled form serves them all."""
+    for tensor, dim in ((X, 1), *((A, 2) for A in As)):
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 class WriteAndMix(torch.autograd.Function):
-    """(buffer, x, A, i, step) -> the buffer with x in slot i, and the mixtures A (N or 1, C, S) of its slots .., i-step, i."""
+    """(buffer, x (N, D), A (N or 1, C, S), i, step) -> the buffer, now with x in slot i, and C mixtures (N, D) of its slots
+    i, i - step, .. >= 0, of which there are S."""
 
     @staticmethod
     def forward(ctx, buffer, x, A, i, step):
         buffer[:, i] = x
         ctx.mark_dirty(buffer)
         ctx.set_materialize_grads(False)
-        ctx.states, ctx.i, ctx.step = buffer.detach(), i, step        # later layers write other slots: these stay as read
+        ctx.states, ctx.i, ctx.step = buffer.detach(), i, step         # later layers write other slots: these stay as read
         ctx.save_for_backward(A)
-        return buffer, A.expand(len(x), -1, -1) @ buffer[:, i % step:i + 1:step]
+        X, A = ctx.states[:, i % step:i + 1:step], A.expand(len(x), -1, -1)
+        any_length(X, A)
+        return buffer, *(compiled(mixtures)(X, A) if A.size(1) else ())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_buffer, d_mixtures):
-        (A,), i, step = ctx.saved_tensors, ctx.i, ctx.step
-        if d_buffer is None:                                             # the topmost mix
-            d_buffer = torch.zeros_like(ctx.states)
-        d_A = None
-        if d_mixtures is not None and A.size(1):
-            states, d_states = ctx.states[:, i % step:i + 1:step], d_buffer[:, i % step:i + 1:step]
-            d_A = d_mixtures @ states.transpose(1, 2)
-            d_A = d_A.sum(0, keepdim=True) if len(A) == 1 else d_A
-            d_states.baddbmm_(A.expand(len(states), -1, -1).transpose(1, 2), d_mixtures)
-        return d_buffer, d_buffer[:, i].clone(), d_A, None, None
+    def backward(ctx, d_buffer, *d_mixtures):
+        (A,), (N, states, D), i, step = ctx.saved_tensors, ctx.states.shape, ctx.i, ctx.step
+        if not getattr(d_buffer, "ours", False):
+            given, d_buffer = d_buffer, state_buffer(N, states, D, ctx.states)
+            d_buffer.copy_(given) if given is not None else d_buffer.zero_()
+            d_buffer.ours = True
+        dA = None
+        if any(d is not None for d in d_mixtures):
+            d_mixtures = [ctx.states.new_zeros(N, D) if d is None else d for d in d_mixtures]
+            X, dX = (t[:, i % step:i + 1:step] for t in (ctx.states, d_buffer))
+            weights = A.expand(N, -1, -1)
+            any_length(X, weights)
+            any_length(dX)
+            dA = compiled(mixture_gradients)(X, dX, weights, *d_mixtures)
+            dA = dA.sum(dim=0, keepdim=True) if len(A) == 1 else dA
+        return d_buffer, d_buffer[:, i], dA, None, None
 
 
 class History:
-    """The states X_0 .. X_i of a forward pass, as the list `[x]` of the plain path: append(x), then mix."""
+    """X_0 .. X_i in one buffer: what the list X is in the plain loop. Made new in every forward, it never leaves `layers`."""
 
     def __init__(self, x, size):
-        self.shape, self.i = x.shape, 0
-        self.buffer = x.new_empty(x.size(0) * x.size(1), size, x.size(2))
-        self.buffer, _ = WriteAndMix.apply(self.buffer, x.flatten(0, 1), x.new_zeros(1, 0, 1), 0, 1)
+        (B, T, D), self.i = x.shape, 0
+        self.buffer = state_buffer(B * T, size, D, x)
+        self.buffer, = WriteAndMix.apply(self.buffer, x.flatten(0, 1), x.new_zeros(1, 0, 1), 0, 1)
 
     def append(self, x):
-        self.i, self.newest = self.i + 1, x.flatten(0, 1)
+        self.i, self.x = self.i + 1, x
 
-    def mix(self, A, sources):
-        """The mixtures A (B or 1, T or 1, C, S) over the states `sources`, the last of which is the newest."""
-        step = sources[-1] - sources[-2] if len(sources) > 1 else self.i + 1
-        self.buffer, mixtures = WriteAndMix.apply(self.buffer, self.newest, A.flatten(0, 1), self.i, step)
-        return [mixture.view(self.shape) for mixture in mixtures.unbind(1)]
+    def mix(self, A, step):
+        """The mixtures (B, T, D) by A (B or 1, T or 1, C, S) of X_i, X_{i-step}, .."""
+        self.buffer, *mixed = WriteAndMix.apply(self.buffer, self.x.flatten(0, 1), A.flatten(0, 1), self.i, step)
+        return [m.view_as(self.x) for m in mixed]

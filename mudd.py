@@ -17,7 +17,7 @@ It is attention over depth only in a manner of speaking: signed, no softmax, no 
     X_0, X_i the output of block i         X[0], X[i]                (B, T, D); paper block i is code layer i-1
     Xbar^Q, Xbar^K, Xbar^V, Xbar^R         xq, xk, xv, xr            (B, T, D): what the next layer reads
     A_i (C ways over i+1 sources)          A                         (B, T, C, S); static: (1, 1, C, S)
-    W1, W2, a_i (DenseFormer's alpha)      generator.w1, w2, a       (K, D), (C S, K), (C, S); K = C S
+    W1, W2, a_i (DenseFormer's alpha)      w1, w2, a                 (K, D), (C S, K), (C, S); K = C S
     dilation k, period p                   config.dilation, config.period
 
 Cost: sum over layers of D K + K C S + C S parameters, and 2 L D for the separate norms; 2 D K + 2 K C S + 2 C S D FLOPs a
@@ -50,14 +50,32 @@ import model
 from model import GPT, Block, GPTConfig, Linear, RMSNorm, attend, normal
 
 
+class Static(nn.Module):
+    """Step 1: A_i = a_i, a table of C ways over S sources. -> (1, 1, C, S)"""
+
+    def forward(self, x):
+        return self.a[None, None]
+
+
+class Dynamic(Static):
+    """Step 2: A_i = GELU(RMSNorm(X_i) W1) W2 + a_i, from the token's newest state X_i. -> (B, T, C, S)"""
+
+    def forward(self, x):
+        h = F.gelu(self.w1(self.norm(x)))                                # (B, T, K)
+        return F.linear(h, self.w2).unflatten(-1, self.a.shape) + self.a
+
+    def norm(self, x):
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps)                 # without a gain
+
+
 class MUDD(GPT):
     def layers(self, x, rope, cache=None):
         X, (xq, xk, xv, xr) = self.history(x), (x, x, x, x)              # X = [X_0]
         for n, block in enumerate(self.blocks):
-            q, k, v = block.qkv(xq, xk, xv, rope)
-            x = block.finish(xr, attend(q, k, v, cache, n))              # xr, not x, is the residual
+            q, k, v = block.qkv(xq, xk, xv, rope)                        # step 3: each reads its own mixture
+            x = block.finish(xr, attend(q, k, v, cache, n))              # and xr, not x, is the residual
             X.append(x)                                                  # raw outputs, never mixtures
-            A = self.generators[n](x)                                    # (B, T, C, S)
+            A = self.weights(n, x)
             self.record(n, x=(xq, xk, xv, xr), q=q, k=k, v=v, weights=A.unsqueeze(3))
             xq, xk, xv, xr = self.ways(n, self.mix(n, A, X), x)
         return xr
@@ -77,23 +95,51 @@ class MUDD(GPT):
         L = config.n_layer
         self.sources = [[j for j in range(i + 1) if (i - j) % config.dilation == 0] for i in range(1, L + 1)]
         self.reads = [reads_of(config, n) for n in range(L)]
-        counts = [len({c for c in reads if c is not None}) for reads in self.reads]
-        kind = Generator if config.dynamic else Static
-        self.generators = nn.ModuleList(kind(config, n, C, self.sources[n]) if C else NoMixture()
-                                        for n, C in enumerate(counts))
+        self.generators = nn.ModuleList(make_generator(config, n) for n in range(L))
 
     def make_block(self, config, n):
-        width = replace(config, d_ff=reallocated(config, n), reallocate_ffn=False)
-        return (MultiwayBlock if config.multiway else OneWayBlock)(width, n)
+        config = replace(config, d_ff=reallocated(config, n), reallocate_ffn=False)
+        mixed = set("qkv") - set(config.drop_ways)
+        return (ThreeNormBlock if mixed and (config.multiway or len(mixed) < 3) else OneNormBlock)(config, n)
 
     def history(self, x):
         return [x]
 
+    def weights(self, n, x):
+        """A_i in fp32, whatever the matrix products are in: near one, bf16 has steps of 1/128."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.generators[n](x)
+
     def compile_pieces(self):
         super().compile_pieces()
-        kernels.compile_methods(self.generators, "forward")
-        self.history = lambda x: kernels.History(x, self.config.n_layer + 1)
-        self.mix = lambda n, A, X: X.mix(A, self.sources[n])
+        kernels.compile_methods((g for g in self.generators if isinstance(g, Dynamic)), "norm")
+        kernels.replace_method(self, "history", lambda self, x: kernels.History(x, self.config.n_layer + 1))
+        kernels.replace_method(self, "mix", lambda self, n, A, X: X.mix(A, self.config.dilation))
+
+
+class NoMixture(nn.Module):
+    """No way of this layer reads a mixture: A has none."""
+
+    def forward(self, x):
+        return x.new_zeros(1, 1, 0, 0)
+
+
+class OneNormBlock(Block):
+    """A block whose q, k and v read the same."""
+
+    def qkv(self, xq, xk, xv, rope):
+        return super().qkv(xq, rope)
+
+
+class ThreeNormBlock(Block):
+    """A block whose q, k and v read different streams, each behind a norm of its own."""
+
+    def __init__(self, config, n):
+        super().__init__(config, n)
+        self.norm1_k, self.norm1_v = RMSNorm(config.n_embd, config.norm_eps), RMSNorm(config.n_embd, config.norm_eps)
+
+    def qkv(self, xq, xk, xv, rope):
+        return self.q(self.norm1(xq), rope), self.k(self.norm1_k(xk), rope), self.v(self.norm1_v(xv))
 
 
 def reads_of(config, n):
@@ -107,11 +153,27 @@ def reads_of(config, n):
     return [index.get(way) for way in "qkvr"]
 
 
-def static_weights(config, name, ways, sources):
-    """a (C, S): one-hot on the newest source, the last."""
+def sizes(config, n):
+    """(C, S, K) of the mix after block n: mixtures, sources, hidden width of the generator."""
+    C = len(set(reads_of(config, n)) - {None})
+    S = len(range((n + 1) % config.dilation, n + 2, config.dilation))
+    return C, S, released_width(config, n, C * S) if config.released_widths else C * S
+
+
+def make_generator(config, n):
+    (C, S, K), name = sizes(config, n), f"generators.{n}"
+    if C == 0:
+        return NoMixture()
+    generator = Dynamic() if config.dynamic else Static()
+    a, w2 = F.one_hot(torch.full((C,), S - 1), S).float(), torch.zeros(C * S, K)      # the newest source alone
     if not config.identity_start:
-        return normal(config, f"{name}.a", ways, sources, std=1.0)
-    return nn.Parameter(F.one_hot(torch.full((ways,), sources - 1), sources).float())
+        a, w2 = normal(config, f"{name}.a", C, S, std=1.0).data, normal(config, f"{name}.w2", C * S, K).data
+    generator.a = nn.Parameter(a)
+    if config.dynamic:
+        generator.w1 = Linear(config, f"{name}.w1", config.n_embd, K, std=config.n_embd ** -0.5)
+        generator.w2 = nn.Parameter(w2)
+        generator.eps = config.norm_eps
+    return generator
 
 
 def reallocated(config, n):
@@ -126,62 +188,6 @@ def released_width(config, n, K):
     """K as in the release: fourfold for a multiway model's last generator, then up to the next multiple of 64."""
     K = 4 * K if config.multiway and n + 1 == config.n_layer else K
     return (K // 64 + 1) * 64
-
-
-class Generator(nn.Module):
-    """A_i = GELU(RMSNorm(X_i) W1) W2 + a_i: per token, C ways over S sources. X_i is the newest raw output."""
-
-    def forward(self, x):
-        with torch.autocast(x.device.type, enabled=False):               # weights near one need fp32
-            h = F.gelu(self.w1(F.rms_norm(x, x.shape[-1:], eps=self.eps)))                # (B, T, K)
-            return F.linear(h, self.w2).unflatten(-1, self.a.shape) + self.a
-
-    # ------------------------------------------------------------------------------------------------ bookkeeping
-
-    def __init__(self, config, n, ways, sources):
-        super().__init__()
-        C, S, D, name = ways, len(sources), config.n_embd, f"generators.{n}"
-        K = released_width(config, n, C * S) if config.released_widths else C * S
-        self.eps = config.norm_eps
-        self.w1 = Linear(config, f"{name}.w1", D, K, std=D ** -0.5)
-        self.w2 = nn.Parameter(torch.zeros(C * S, K)) if config.identity_start else normal(config, f"{name}.w2", C * S, K)
-        self.a = static_weights(config, name, C, S)
-
-
-class Static(nn.Module):
-    """A_i = a_i, a table: C ways over S sources, the same for every token."""
-
-    def __init__(self, config, n, ways, sources):
-        super().__init__()
-        self.a = static_weights(config, f"generators.{n}", ways, len(sources))
-
-    def forward(self, x):
-        return self.a[None, None]
-
-
-class NoMixture(nn.Module):
-    """No way of this layer reads a mixture: A has none."""
-
-    def forward(self, x):
-        return x.new_zeros(1, 1, 0, 0)
-
-
-class OneWayBlock(Block):
-    """A block whose three inputs are one."""
-
-    def qkv(self, xq, xk, xv, rope):
-        return super().qkv(xq, rope)
-
-
-class MultiwayBlock(Block):
-    """A block whose q, k and v read different streams, each behind a norm of its own."""
-
-    def __init__(self, config, n):
-        super().__init__(config, n)
-        self.norm1_k, self.norm1_v = RMSNorm(config.n_embd, config.norm_eps), RMSNorm(config.n_embd, config.norm_eps)
-
-    def qkv(self, xq, xk, xv, rope):
-        return self.q(self.norm1(xq), rope), self.k(self.norm1_k(xk), rope), self.v(self.norm1_v(xv))
 
 
 @dataclass
@@ -209,10 +215,8 @@ def flops_per_token(config, T):
     flops, D = model.flops_per_token(config, T), config.n_embd
     extra = sum(6 * D * (reallocated(config, n) - config.d_ff) for n in range(config.n_layer))
     for n in range(config.n_layer):
-        C = len({c for c in reads_of(config, n) if c is not None})
-        S = len(range((n + 1) % config.dilation, n + 2, config.dilation))
-        K = released_width(config, n, C * S) if config.released_widths else C * S
-        extra += 2 * C * S * D + (2 * D * K + 2 * K * C * S if config.dynamic and C else 0)
+        C, S, K = sizes(config, n)
+        extra += 2 * C * S * D + (2 * D * K + 2 * K * C * S if config.dynamic else 0)
     return flops | dict(train=flops["train"] + 3 * extra, prefill=flops["prefill"] + extra,
                         decode=flops["decode"] + extra)
 
