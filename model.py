@@ -203,6 +203,13 @@ class Block(nn.Module):
         h = self.norm1(x)
         return self.q(h, rope), self.k(h, rope), self.v(h)
 
+    def query(self, x, rope):
+        return self.q(self.norm1(x), rope)
+
+    def kv(self, x, rope):
+        h = self.norm1(x)
+        return self.k(h, rope), self.v(h)
+
     def feed_forward(self, x):
         return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))        # SwiGLU
 
@@ -299,7 +306,7 @@ class GPT(nn.Module):
     def compile_pieces(self):
         """torch.compile what stands between the lines of `layers`, never the loop, and take the fused loss. One graph
         serves all layers of equal shape. Nothing is compiled until the first call; kernels.restore undoes it."""
-        kernels.compile_methods(self.blocks, "qkv", "finish")
+        kernels.compile_methods(self.blocks, "qkv", "query", "kv", "finish")
         self.loss = kernels.cross_entropy
 
     @staticmethod
