@@ -31,6 +31,7 @@ from tqdm import tqdm
 import configs
 import data
 import kernels
+from baselines.recurrent import Recurrent, RecurrentConfig
 from baselines.shortcuts import Shortcut, ShortcutConfig
 from configs import SettingError
 from model import GPT, GPTConfig
@@ -40,6 +41,7 @@ MODELS = {
     "gpt": (GPTConfig, GPT),
     "value_residual": (ValueResidualConfig, ValueResidual),
     "shortcut": (ShortcutConfig, Shortcut),
+    "recurrent": (RecurrentConfig, Recurrent),
 }
 
 

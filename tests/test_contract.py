@@ -24,6 +24,8 @@ ARMS = {                       # name of the arm: model and settings; one for ea
     "shortcut output": ("shortcut", dict(variant="output")),
     "shortcut hidden_half_learned": ("shortcut", dict(variant="hidden_half_learned")),
     "shortcut resid_start": ("shortcut", dict(variant="resid_start_value", resid_start=2, source=1)),
+    "recurrent": ("recurrent", {}),
+    "recurrent loop": ("recurrent", dict(variant="loop")),
 }
 arms = pytest.mark.parametrize("arm", ARMS)
 
