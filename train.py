@@ -36,10 +36,12 @@ from baselines.shortcuts import Shortcut, ShortcutConfig
 from configs import SettingError
 from model import GPT, GPTConfig
 from value_residual import ValueResidual, ValueResidualConfig
+from whitematter import WhiteMatter, WhiteMatterConfig
 
 MODELS = {
     "gpt": (GPTConfig, GPT),
     "value_residual": (ValueResidualConfig, ValueResidual),
+    "whitematter": (WhiteMatterConfig, WhiteMatter),
     "shortcut": (ShortcutConfig, Shortcut),
     "recurrent": (RecurrentConfig, Recurrent),
 }
