@@ -100,3 +100,61 @@ def cross_entropy(h, weight, targets, vocab_size):
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     return ChunkedCrossEntropy.apply(h.flatten(0, 1), weight, targets.flatten(), vocab_size, dtype,
                                      torch.is_grad_enabled())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The depth mix: C mixtures of the S states that lie below, for every token (MUDD, DenseFormer)
+#
+# Plain: C S products and as many sums, each reading and writing a whole (B, T, D) tensor, and again in the backward pass,
+# where every layer makes a new gradient for each of the states below it. All that is needed: read the S states once, write
+# C mixtures; backward, read the states and the C gradients once and add to the S gradients where they lie.
+#
+# So the states of one token lie together, in one buffer (N, L+1, D), N = B T: a mix is then one batched matrix product
+# (C x S) (S x D), and so is each of its two gradients. Each layer writes its state into the buffer in place, and the
+# backward pass adds into the buffer's gradient in place as it comes down. That is safe because the buffer has one
+# consumer at a time: it is a value that mix n hands on to mix n+1, made new in every forward, and never leaves History.
+
+
+class WriteAndMix(torch.autograd.Function):
+    """(buffer, x, A, i, step) -> the buffer with x in slot i, and the mixtures A (N or 1, C, S) of its slots .., i-step, i."""
+
+    @staticmethod
+    def forward(ctx, buffer, x, A, i, step):
+        buffer[:, i] = x
+        ctx.mark_dirty(buffer)
+        ctx.set_materialize_grads(False)
+        ctx.states, ctx.i, ctx.step = buffer.detach(), i, step        # later layers write other slots: these stay as read
+        ctx.save_for_backward(A)
+        return buffer, A.expand(len(x), -1, -1) @ buffer[:, i % step:i + 1:step]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_buffer, d_mixtures):
+        (A,), i, step = ctx.saved_tensors, ctx.i, ctx.step
+        if d_buffer is None:                                             # the topmost mix
+            d_buffer = torch.zeros_like(ctx.states)
+        d_A = None
+        if d_mixtures is not None and A.size(1):
+            states, d_states = ctx.states[:, i % step:i + 1:step], d_buffer[:, i % step:i + 1:step]
+            d_A = d_mixtures @ states.transpose(1, 2)
+            d_A = d_A.sum(0, keepdim=True) if len(A) == 1 else d_A
+            d_states.baddbmm_(A.expand(len(states), -1, -1).transpose(1, 2), d_mixtures)
+        return d_buffer, d_buffer[:, i].clone(), d_A, None, None
+
+
+class History:
+    """The states X_0 .. X_i of a forward pass, as the list `[x]` of the plain path: append(x), then mix."""
+
+    def __init__(self, x, size):
+        self.shape, self.i = x.shape, 0
+        self.buffer = x.new_empty(x.size(0) * x.size(1), size, x.size(2))
+        self.buffer, _ = WriteAndMix.apply(self.buffer, x.flatten(0, 1), x.new_zeros(1, 0, 1), 0, 1)
+
+    def append(self, x):
+        self.i, self.newest = self.i + 1, x.flatten(0, 1)
+
+    def mix(self, A, sources):
+        """The mixtures A (B or 1, T or 1, C, S) over the states `sources`, the last of which is the newest."""
+        step = sources[-1] - sources[-2] if len(sources) > 1 else self.i + 1
+        self.buffer, mixtures = WriteAndMix.apply(self.buffer, self.newest, A.flatten(0, 1), self.i, step)
+        return [mixture.view(self.shape) for mixture in mixtures.unbind(1)]

@@ -89,9 +89,9 @@ def normal(config, name, *shape, std=None):
 class Linear(nn.Module):
     """y = x W^T without bias. x (..., n_in) -> y (..., n_out); W (n_out, n_in). `name` is the module's full name."""
 
-    def __init__(self, config, name, n_in, n_out):
+    def __init__(self, config, name, n_in, n_out, std=None):
         super().__init__()
-        self.weight = normal(config, f"{name}.weight", n_out, n_in)
+        self.weight = normal(config, f"{name}.weight", n_out, n_in, std=std)
 
     def forward(self, x):
         return F.linear(x, self.weight)
@@ -251,10 +251,11 @@ class GPT(nn.Module):
         return Block(config, n)
 
     def record(self, n, **tensors):
-        """trace[name][n] = tensor, detached: x (ways, B, T, D); q, k, v (B, heads, T, d) as attended, after RoPE;
+        """trace[name][n] = tensor, detached, a tuple of them stacked: x (ways, B, T, D); q, k, v (B, heads, T, d) as attended, after RoPE;
         weights (B, T, ways, heads, sources) of a depth mix, size 1 where an axis is absent."""
         if self.trace is not None:
             for name, tensor in tensors.items():
+                tensor = torch.stack(tensor) if isinstance(tensor, tuple) else tensor
                 self.trace.setdefault(name, {})[n] = tensor.detach()
 
     def layers_last(self, x, rope, cache=None):

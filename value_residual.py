@@ -3,7 +3,8 @@ Value residual: every layer's attention moves a mixture of its own values and th
 
 A deep layer's values are read from a stream in which the layers below have overwritten much of what the token was.
 ResFormer mixes the first layer's values V_1 into the values of every later layer, before attention moves them. Where
-a layer looks is untouched (inside that layer); what it finds there is not. SVFormer goes on: all layers move V_1 itself.
+a layer looks is untouched (inside that layer); what it finds there is not. SVFormer goes on: all layers move V_1
+itself.
 
     Zhou et al., Value Residual Learning, arXiv 2410.17897; convex and trained: modded-nanogpt, record of 2024-11-06
 
@@ -15,18 +16,21 @@ a layer looks is untouched (inside that layer); what it finds there is not. SVFo
     V'_n                             v after the mix    what attention moves and what the cache stores
     U_n = A_n V'_n                   attend(q, k, v)
 
-Cost: at most 2L+1 parameters and 3 Hkv d FLOPs per token and layer; no cache beyond the baseline's, since V'_n is stored
-in the place of V_n; in training, V_1 is kept anyway. SVFormer has (L-1) D Hkv d parameters and L-1 value slots less.
+Cost: at most 2L+1 parameters and 3 Hkv d FLOPs per token and layer; no cache beyond the baseline's, since V'_n is
+stored in the place of V_n; in training, V_1 is kept anyway. SVFormer has (L-1) D Hkv d parameters and L-1 value slots
+less.
 
 What breaks without each part: (lam1, lam2) = (0, 1) is the baseline, bit for bit. With V_1 detached, W_1^V learns from
 its own layer only. Mixed a second time, after reading V' from a cache, decoding no longer equals the full forward.
 The default does not start as the baseline: 0.5/0.5 is another function than 0/1. The variant `zero` does start there.
 
 Where paper, release and this file differ. The release holds `identity` alone; the others follow the paper's text and
-two ports. `learnable_plus` is not settled by either: here z = 0 and s = L at the start, over all L layers. In the trained
-variants the entries up to the source layer are dead: they get a zero gradient and are not learned values. SVFormer's
-release writes the shared value into every layer's cache and saves nothing; here it has one slot. The paper's gains are
-single runs; its 16 % fewer parameters and 20 % fewer tokens are from a later version than `identity`'s 10.4 % and 13.6 %.
+two ports. `learnable_plus` is not settled by either: here lam1 = s softmax(z), z = 0 and s = L at the start, over all
+L layers. In the trained variants lam1 and lam2 are dead up to the source layer: their entries there get a zero
+gradient and are not learned values (the z there are not dead, because one softmax ties all z together). SVFormer's
+release writes the shared value into every layer's cache and saves nothing; here it has one slot. The paper's gains
+are single runs; its 16 % fewer parameters and 20 % fewer tokens are a later version's, not `identity`'s first
+figures, 10.4 % and 13.6 %.
 """
 from dataclasses import dataclass
 
@@ -87,7 +91,7 @@ class SharedValueBlock(Block):
 
 @dataclass
 class ValueResidualConfig(GPTConfig):
-    variant: str = "identity"          # identity, sparse, svformer (fixed); zero, convex, learnable, learnable_plus (trained)
+    variant: str = "identity"          # fixed: identity sparse svformer; trained: zero convex learnable learnable_plus
     source: int = 0                    # code layer whose values are handed up: 0 is the paper's V_1
     targets: tuple[int, ...] = ()      # sparse: code layers that receive them (none: all above the source)
     constant: float = 2.0              # sparse: lam1 of the receiving layers
@@ -99,13 +103,17 @@ class ValueResidualConfig(GPTConfig):
             raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(VARIANTS)}")
         if not 0 <= self.source < self.n_layer:
             raise ValueError(f"source={self.source}: give a code layer from 0 to {self.n_layer - 1}")
+        for name in ("targets", "constant", "self_weight"):
+            if self.variant != "sparse" and getattr(self, name) != getattr(ValueResidualConfig, name):
+                raise ValueError(f"{name}={getattr(self, name)} has no effect on variant={self.variant}: "
+                                 f"leave it out, or give variant=sparse")
         if not all(self.source < n < self.n_layer for n in self.targets):
             raise ValueError(f"targets={self.targets}: give code layers above source={self.source} "
                              f"and below n_layer={self.n_layer}")
 
 
-def half(config):
-    return torch.full((config.n_layer,), 0.5)
+def each(config, value):
+    return torch.full((config.n_layer,), value)
 
 
 def chosen(config, on, off):
@@ -114,14 +122,14 @@ def chosen(config, on, off):
 
 
 VARIANTS = {   # name: (trained?, the numbers at the start, how (lam1, lam2) come from them)
-    "identity":       (False, lambda c: dict(lam1=half(c), lam2=half(c)), lambda lam1, lam2: (lam1, lam2)),
+    "identity":       (False, lambda c: dict(lam1=each(c, 0.5), lam2=each(c, 0.5)), lambda lam1, lam2: (lam1, lam2)),
     "sparse":         (False, lambda c: dict(lam1=chosen(c, c.constant, 0.0), lam2=chosen(c, c.self_weight, 1.0)),
                        lambda lam1, lam2: (lam1, lam2)),
-    "svformer":       (False, lambda c: dict(lam1=2 * half(c), lam2=0 * half(c)), lambda lam1, lam2: (lam1, lam2)),
-    "zero":           (True, lambda c: dict(lam1=0 * half(c)), lambda lam1: (lam1, torch.ones_like(lam1))),
-    "convex":         (True, lambda c: dict(lam1=half(c)), lambda lam1: (lam1, 1 - lam1)),
-    "learnable":      (True, lambda c: dict(lam1=half(c), lam2=half(c)), lambda lam1, lam2: (lam1, lam2)),
-    "learnable_plus": (True, lambda c: dict(z=0 * half(c), s=torch.tensor(float(c.n_layer)), lam2=half(c)),
+    "svformer":       (False, lambda c: dict(lam1=each(c, 1.0), lam2=each(c, 0.0)), lambda lam1, lam2: (lam1, lam2)),
+    "zero":           (True, lambda c: dict(lam1=each(c, 0.0)), lambda lam1: (lam1, torch.ones_like(lam1))),
+    "convex":         (True, lambda c: dict(lam1=each(c, 0.5)), lambda lam1: (lam1, 1 - lam1)),
+    "learnable":      (True, lambda c: dict(lam1=each(c, 0.5), lam2=each(c, 0.5)), lambda lam1, lam2: (lam1, lam2)),
+    "learnable_plus": (True, lambda c: dict(z=each(c, 0.0), s=torch.tensor(float(c.n_layer)), lam2=each(c, 0.5)),
                        lambda z, s, lam2: (s * z.softmax(dim=0), lam2)),
 }
 

@@ -1,14 +1,8 @@
 """What several test files share."""
 import numpy as np
 import pytest
-import torch
 
 import data
-
-
-@pytest.fixture(autouse=True)
-def two_threads():
-    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")

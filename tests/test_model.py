@@ -189,7 +189,8 @@ def test_sampling_follows_its_generator_and_the_distribution():
         return model.generate(prompt, 20, generator=torch.Generator().manual_seed(seed), **how)
     assert torch.equal(sample(1), sample(1)) and not torch.equal(sample(1), sample(2))
     assert torch.equal(sample(1, top_k=1), model.generate(prompt, 20, temperature=0))
-    assert torch.equal(sample(1, top_k=1000), sample(1))
+    assert torch.equal(sample(1, top_k=1000), sample(1)) and torch.equal(sample(1, top_k=None), sample(1))
+    assert torch.equal(sample(1, temperature=1e-30), model.generate(prompt, 20, temperature=0))
     p = (model(prompt)[0, -1] / 0.5).softmax(-1)
     batch = model.generate(prompt.expand(4000, 5), 1, temperature=0.5, generator=torch.Generator().manual_seed(3))[:, -1]
     seen = torch.bincount(batch, minlength=70) / 4000
@@ -295,30 +296,33 @@ def test_the_fused_loss_is_the_plain_one_with_its_gradients(few_rows, dtype):
 
 
 def test_the_fused_loss_under_autocast(few_rows):
+    """bf16 rounds either form at other places: the fused one may be off by half as much again as the plain one."""
+    torch.manual_seed(0)
     h, weight, targets = torch.randn(2, 5, 8), torch.randn(128, 8), ids(2, 5)
+    targets[0, 1:4] = -1
     with torch.autocast("cpu", torch.bfloat16):
         plain, fused = (loss_and_gradients(f, h, weight, targets) for f in (cross_entropy, kernels.cross_entropy))
-    exact = loss_and_gradients(cross_entropy, h, weight, targets)
-    for a, b, e in zip(plain, fused, exact):
-        assert b.dtype == torch.float32 and (b - e).abs().max() < 0.03 * e.abs().max() + (a - e).abs().max()
+    for a, b, exact in zip(plain, fused, loss_and_gradients(cross_entropy, h, weight, targets)):
+        assert b.dtype == torch.float32 and (b - exact).norm() <= 1.5 * (a - exact).norm() + 1e-6
 
 
-def test_scaled_fp16_keeps_the_gradient_that_a_mean_would_round_away():
-    """In mean form softmax / N lies below fp16's smallest number at a large vocabulary; the summed form is above it."""
-    V, N = 50_304, 64 * 512
-    h, targets = torch.randn(16, 8), torch.randint(V, (16,))
-    logits = (h @ torch.randn(8, V) * 0.02)
-    _, summed = kernels.nll_and_gradient(logits.half(), targets)
-    mean = (summed.float() / N).half()
-    assert (mean == 0).float().mean() > 0.99 and (summed == 0).float().mean() < 0.01
-    weight = torch.randn(V, 8) * 0.02
-    exact = torch.autograd.functional.jacobian(lambda x: F.cross_entropy(x @ weight.T, targets), h)
-    x = h.clone().requires_grad_()
-    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.float16):
-        patch.setattr(kernels, "compiled", lambda function: function)
-        loss = kernels.cross_entropy(x[None], weight, targets[None], V)
-    (loss * 2.0 ** 16).backward()
-    torch.testing.assert_close(x.grad / 2.0 ** 16, exact, rtol=2e-2, atol=2e-5)
+def test_scaled_fp16_keeps_the_gradient_that_a_mean_would_round_away(monkeypatch):
+    """Each of 128 tokens gives all ids but the one it is sure of a probability of 3e-6: fp16 holds that, not a 128th."""
+    monkeypatch.setattr(kernels, "compiled", lambda function: function)
+    torch.manual_seed(0)
+    V, N = 4096, 128
+    h, weight, targets = torch.randn(N, 8), 0.02 * torch.randn(V, 8), torch.randint(V // 2, (N,))
+    h[:, 0], weight[0] = 1.0, 12.7 * torch.eye(8)[0]
+    _, summed = kernels.nll_and_gradient((h @ weight.T).half(), targets)
+    assert (summed[:, V // 2:] > 0).all() and ((summed.float() / N).half()[:, V // 2:] == 0).float().mean() > 0.99
+    W = weight.clone().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        loss = kernels.cross_entropy(h[None], W, targets[None], V)
+    (2.0 ** 16 * loss).backward()                                          # what a gradient scaler does
+    exact = weight.double().requires_grad_()
+    F.cross_entropy(h.double() @ exact.T, targets).backward()
+    ours, exact = W.grad[V // 2:] / 2 ** 16, exact.grad[V // 2:]           # rows that are no target: nothing but softmax
+    assert (ours - exact).norm() < 0.03 * exact.norm()
 
 
 def test_without_gradients_the_fused_loss_only_adds_up(few_rows):

@@ -1,4 +1,6 @@
 """Value residual against the paper's properties; V1..V12 are the items of a checklist that was made from them."""
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +82,8 @@ def test_starts():
     lam1, lam2 = plus.weights()
     torch.testing.assert_close(lam1, torch.ones(4))
     assert lam2.eq(0.5).all()
+    identity = build("value_residual", **SMALL)
+    assert (plus(ids(2, 20)) - identity(ids(2, 20))).abs().max() > 0.01    # 1 and 0.5 are not 0.5 and 0.5
     sparse = build("value_residual", **SMALL, variant="sparse", targets=(2,), constant=5.0, self_weight=0.5)
     assert sparse.weights()[0].tolist() == [0, 0, 5, 0] and sparse.weights()[1].tolist() == [1, 1, 0.5, 1]
     for variant, trained in (("identity", 0), ("sparse", 0), ("zero", 4), ("convex", 4), ("learnable", 8), ("learnable_plus", 9)):
@@ -92,6 +96,17 @@ def test_the_first_lambda_of_convex_is_dead_and_the_others_are_not():
     model = make("convex").train()
     model(ids(2, 20), ids(2, 20, seed=2)).backward()
     assert model.lam1.grad[0] == 0 and model.lam1.grad[1:].abs().min() > 0
+
+
+def test_what_is_dead_up_to_the_source_is_what_the_header_says():
+    """V2, for the other trained variants: z alone is alive everywhere, since a softmax ties it together."""
+    for variant in ("zero", "learnable", "learnable_plus"):
+        model = make(variant, source=1).train()
+        model(ids(2, 20), ids(2, 20, seed=2)).backward()
+        for name in set(model.names) - {"s", "z"}:
+            grad = getattr(model, name).grad
+            assert grad[:2].eq(0).all() and grad[2:].abs().min() > 0
+    assert model.z.grad.abs().min() > 0 and model.s.grad != 0
 
 
 def test_lambdas_do_not_decay():
@@ -162,6 +177,36 @@ def test_the_cache_holds_mixed_values_and_mixing_twice_is_wrong():
     assert (model.head(model.norm(x)) - full).abs().max() > 1e-3
 
 
+def test_keeping_own_values_and_mixing_when_they_are_read_is_the_same():
+    """V7: a cache of V_n, mixed with the cached V_1 at every read; what our cache of V'_n saves is the mixing."""
+    model, idx = make("learnable").double(), ids(1, 20)
+    lam1, lam2 = model.weights()
+    cache, rows = model.new_cache(1), []
+    for t in range(20):
+        x, rope = model.embed(idx[:, t:t + 1]), model.rope(torch.arange(t, t + 1))
+        for n, block in enumerate(model.blocks):
+            q, k, v = block.qkv(x, rope)
+            k, v = cache.append(n, k, v)
+            v1 = v if n == 0 else v1
+            x = block.finish(x, attend(q, k, v if n == 0 else lam1[n] * v1 + lam2[n] * v))
+        cache.length += 1
+        rows.append(model.head(model.norm(x)))
+    assert (torch.cat(rows, dim=1) - model(idx)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("source", [0, 2])
+def test_decoding_in_any_pieces_is_the_full_forward(variant, source):
+    """V7: all 16 ways to cut five tokens; two key heads for four query heads."""
+    model, idx = make(variant, source=source).double(), ids(2, 5)
+    full = model(idx)
+    for cuts in itertools.product((False, True), repeat=4):
+        at = [0, *(t + 1 for t, cut in enumerate(cuts) if cut), 5]
+        cache = model.new_cache(2)
+        parts = [model(idx[:, i:j], cache=cache) for i, j in zip(at, at[1:])]
+        assert (torch.cat(parts, dim=1) - full).abs().max() < 1e-10
+
+
 def test_values_are_mixed_before_heads_are_repeated():
     """V8: V_1 and V_n have Hkv heads."""
     model = make(n_kv_head=1)
@@ -198,6 +243,8 @@ def test_it_survives_activation_checkpointing():
 
 
 @pytest.mark.parametrize("bad, sentence", [(dict(variant="best"), "choose one of identity"), (dict(source=4), "from 0 to 3"),
+                                           (dict(targets=(2,)), "no effect on variant=identity"),
+                                           (dict(variant="convex", constant=5.0), "no effect on variant=convex"),
                                            (dict(variant="sparse", targets=(0,)), "above source=0")])
 def test_bad_settings_are_refused_with_a_sentence(bad, sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -20,7 +20,7 @@ def loop_diff(model_class, loop="layers"):
     def source(cls, name):
         return inspect.getsource(getattr(cls, name)).splitlines()
     return list(difflib.unified_diff(source(GPT, "layers"), source(model_class, loop), "model.py",
-                                     f"{model_class.__module__}.py", n=9, lineterm=""))
+                                     f"{model_class.__module__.replace('.', '/')}.py", n=9, lineterm=""))
 
 
 def claims(config_class, model_class, settings):
@@ -61,7 +61,8 @@ def main(name):
     try:
         settings = configs.read(sys.argv[1:])
         if settings.pop("diff", False):
-            print("\n".join(loop_diff(model_class)))
+            config, = configs.build(SIZE | settings, config_class)
+            print("\n".join(loop_diff(type(model_class(config)))))      # a variant may have its own loop
             return
         rows = claims(config_class, model_class, settings)
     except configs.SettingError as error:
