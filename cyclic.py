@@ -35,6 +35,7 @@ Where paper, release and this file differ. A chunk behind a cached prefix is ite
 prefix; the release has Jacobi alone. Its groups start with the chunk's first token: the partition is that of the absolute
 position mod g, the order is such that the first p g new tokens are exact. For T < g, g = T. A token alone runs exactly.
 """
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,11 +134,13 @@ class Channels(NamedTuple):
     def last(self, n):
         return Channels(self.k[:, :, :, -n:], self.v[:, :, :, -n:], self.positions[-n:])
 
-    def seen_by(self, positions):
-        """Which slots queries at `positions` (n,), in rising order, may read: those at smaller positions. For `attend`:
-        (how many slots the last query sees, mask (n, that many) or None where all see all)."""
+    def seen_by(self, positions, window=math.inf):
+        """Which slots queries at `positions` (n,), in rising order, may read: those at smaller positions, of these the
+        newest `window`. For `attend`: (how many slots the last query sees or could, mask (n, that many) or None where
+        all see all)."""
         reach = int((self.positions < positions[-1]).sum())
-        mask = self.positions[:reach] < positions[:, None]
+        distance = positions[:, None] - self.positions[:reach]
+        mask = (0 < distance) & (distance <= window)
         return reach, None if mask.all() else mask.to(self.k.device)
 
 
@@ -201,6 +204,23 @@ class FeedbackGPT(GPT):
         if self.first:
             store(self, cache, self.boundary(batch_size))
         return cache
+
+
+def flops(config, T, layers, body, pool, top_is_read, seen, seen_last):
+    """`flops_per_token` of `layers` layers run by config.schedule. `body`: a layer's matrix products, `pool`: what one token
+    publishes, `seen`: how many slots a token reads on average, `seen_last`: the last one. The first pass reads a pool of
+    the embeddings; the boundary pools once more. `top_is_read`: the pool reads the output of the top layer."""
+    pair = 4 * config.n_head * config.head_dim
+    exact = config.schedule == "autoregressive"
+    passes, grad_passes = (1, 1) if exact else (config.passes, config.grad_passes)
+    first, boundary = int(not exact), int(grad_passes < passes)
+    unread = 1 / T if exact else 1 / len(GROUPS[config.schedule](T, min(config.groups, T)))
+    layers_back = grad_passes * layers - (0 if top_is_read else grad_passes - 1)
+    pools_back = grad_passes + first - unread                             # nobody reads the last pass's last group
+    forward = passes * (layers * (body + pair * seen) + pool) + first * pool
+    return dict(train=forward + boundary * pool + layers_back * (2 * body + 2.5 * pair * seen) + 2 * pools_back * pool,
+                prefill=forward, decode=layers * (body + pair * seen_last) + pool,
+                head=2 * config.n_embd * config.padded_vocab_size)
 
 
 @dataclass

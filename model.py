@@ -203,6 +203,13 @@ class Block(nn.Module):
         h = self.norm1(x)
         return self.q(h, rope), self.k(h, rope), self.v(h)
 
+    def query(self, x, rope):
+        return self.q(self.norm1(x), rope)
+
+    def kv(self, x, rope):
+        h = self.norm1(x)
+        return self.k(h, rope), self.v(h)
+
     def feed_forward(self, x):
         return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))        # SwiGLU
 
@@ -251,18 +258,24 @@ class GPT(nn.Module):
                 tensor = torch.stack(tensor) if isinstance(tensor, tuple) else tensor
                 self.trace.setdefault(name, {})[n] = tensor.detach()
 
+    def layers_last(self, x, rope, cache=None):
+        """The last row of `layers`. A model whose upper layers can do without the other tokens stops early for those."""
+        return self.layers(x, rope, cache)[:, -1:]
+
     def rope(self, positions):
         dtype = torch.promote_types(self.embed.weight.dtype, torch.float32)
         return rotary(positions, self.config, dtype)
 
-    def hidden(self, idx, cache=None):
-        """Token ids (B, T) -> the normed top of the stream (B, T, D). With a cache, the T tokens follow those in it."""
+    def hidden(self, idx, cache=None, last=False):
+        """Token ids (B, T) -> the normed top of the stream (B, T, D). With a cache, the T tokens follow those in it.
+        `last` asks for the last token's row alone, (B, 1, D): all that a prefill needs."""
         start = 0 if cache is None else cache.length
         if start + idx.size(1) > self.config.block_size:
             raise ValueError(f"{start + idx.size(1)} tokens do not fit block_size={self.config.block_size}: "
                              f"give fewer, or build the model with a larger block_size")
         positions = torch.arange(start, start + idx.size(1), device=idx.device)
-        x = self.layers(self.dropout(self.embed(idx)), self.rope(positions), cache)
+        layers = self.layers_last if last else self.layers
+        x = layers(self.dropout(self.embed(idx)), self.rope(positions), cache)
         if cache is not None:
             cache.length += idx.size(1)
         return self.norm(x)
@@ -294,7 +307,7 @@ class GPT(nn.Module):
     def compile_pieces(self):
         """torch.compile what stands between the lines of `layers`, never the loop, and take the fused loss. One graph
         serves all layers of equal shape. Nothing is compiled until the first call; kernels.restore undoes it."""
-        kernels.compile_methods(self.blocks, "qkv", "finish")
+        kernels.compile_methods(self.blocks, "qkv", "query", "kv", "finish")
         self.loss = kernels.cross_entropy
 
     @staticmethod
@@ -324,8 +337,8 @@ class GPT(nn.Module):
         cache = self.new_cache(idx.size(0)) if use_cache else None
         view, fresh = idx[:, -size:], idx[:, -size:]                     # what is in view; what the cache has not read
         for _ in range(max_new_tokens):
-            h = self.hidden(fresh if use_cache else view, cache)
-            logits = self.head(h[:, -1]).float()                         # (B, V): one row of logits is enough
+            h = self.hidden(fresh if use_cache else view, cache, last=True)
+            logits = self.head(h[:, 0]).float()                          # (B, V): one row of logits is enough
             if temperature == 0:
                 fresh = logits.argmax(dim=-1, keepdim=True)
             else:

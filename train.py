@@ -31,6 +31,10 @@ from tqdm import tqdm
 import configs
 import data
 import kernels
+from baselines.feedback import Feedback, FeedbackConfig
+from baselines.fusedkv import FusedKV, FusedKVConfig
+from baselines.lckv import LCKV, LCKVConfig
+from baselines.recurrent import Recurrent, RecurrentConfig
 from baselines.shortcuts import Shortcut, ShortcutConfig
 from configs import SettingError
 from model import GPT, GPTConfig
@@ -44,6 +48,10 @@ MODELS = {
     "mudd": (MUDDConfig, MUDD),
     "whitematter": (WhiteMatterConfig, WhiteMatter),
     "shortcut": (ShortcutConfig, Shortcut),
+    "feedback": (FeedbackConfig, Feedback),
+    "lckv": (LCKVConfig, LCKV),
+    "fusedkv": (FusedKVConfig, FusedKV),
+    "recurrent": (RecurrentConfig, Recurrent),
 }
 
 

@@ -29,6 +29,15 @@ ARMS = {                       # name of the arm: model and settings; one for ea
     "shortcut output": ("shortcut", dict(variant="output")),
     "shortcut hidden_half_learned": ("shortcut", dict(variant="hidden_half_learned")),
     "shortcut resid_start": ("shortcut", dict(variant="resid_start_value", resid_start=2, source=1)),
+    "feedback": ("feedback", dict(schedule="autoregressive")),
+    "feedback cyclic": ("feedback", dict(groups=7, passes=3, window=9)),
+    "lckv": ("lckv", dict(schedule="autoregressive", w=2)),
+    "lckv jacobi": ("lckv", dict(w=1, passes=20, grad_passes=20)),
+    "fusedkv": ("fusedkv", {}),
+    "fusedkv chain": ("fusedkv", dict(variant="chain")),
+    "fusedkv lite": ("fusedkv", dict(variant="lite")),
+    "recurrent": ("recurrent", {}),
+    "recurrent loop": ("recurrent", dict(variant="loop")),
 }
 arms = pytest.mark.parametrize("arm", ARMS)
 
