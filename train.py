@@ -36,11 +36,13 @@ from configs import SettingError
 from model import GPT, GPTConfig
 from mudd import MUDD, MUDDConfig
 from value_residual import ValueResidual, ValueResidualConfig
+from whitematter import WhiteMatter, WhiteMatterConfig
 
 MODELS = {
     "gpt": (GPTConfig, GPT),
     "value_residual": (ValueResidualConfig, ValueResidual),
     "mudd": (MUDDConfig, MUDD),
+    "whitematter": (WhiteMatterConfig, WhiteMatter),
     "shortcut": (ShortcutConfig, Shortcut),
 }
 
