@@ -237,6 +237,29 @@ class WhiteMatterConfig(ScheduleConfig):
         return self.n_layer + (self.variant == "release" and self.router != "depth_causal")
 
 
+def flops_per_token(config, T):
+    """As model.flops_per_token. One pass is all layers, reading (T - 1) / 2 earlier tokens and the dummy, and one pool;
+    the first pass reads a pool of the embeddings, and the boundary before the gradient passes pools once more."""
+    L, S, D, kv = config.n_layer, config.sources, config.n_embd, config.n_kv_head * config.head_dim
+    body, pair = 4 * D * config.n_head * config.head_dim + 6 * D * config.d_ff, 4 * config.n_head * config.head_dim
+    router = ROUTERS[config.router](config)
+    rows = 1 if config.router == "shared" else config.k
+    pool = 4 * (sum(W.numel() for W in router.matrices()) + rows * S * D + config.k * kv * D)
+    dummy = int(config.variant == "paper")
+    layer = body + pair * ((T - 1) / 2 + dummy)                           # of one token in one pass
+    layer_back = 2 * body + 2.5 * pair * ((T - 1) / 2 + dummy)
+
+    exact = config.schedule == "autoregressive"
+    passes, grad_passes = (1, 1) if exact else (config.passes, config.grad_passes)
+    first, boundary = int(not exact), int(grad_passes < passes)
+    unread = 1 / T if exact else 1 / len(cyclic.GROUPS[config.schedule](T, min(config.groups, T)))
+    layers_back = grad_passes * L - (grad_passes - 1) * (S == L)          # without h_L, the top layer counts in the end only
+    pools_back = grad_passes + first - unread                             # nobody reads the last pass's last group
+    forward = passes * (L * layer + pool) + first * pool
+    return dict(train=forward + boundary * pool + layers_back * layer_back + 2 * pools_back * pool, prefill=forward,
+                decode=L * (body + pair * (T + dummy)) + pool, head=2 * D * config.padded_vocab_size)
+
+
 if __name__ == "__main__":
     from tools.prove import main
     main("whitematter")
