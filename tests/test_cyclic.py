@@ -1,0 +1,358 @@
+"""The schedules, on a small WhiteMatter in fp64 whose routers are moved off 0. Names like S2 are items of the checklist
+in docs and specification: C causality, S schedules, G gradients, N numerics."""
+import pytest
+import torch
+
+import cyclic
+from cyclic import Channels, attend, iterate
+from tests.test_contract import ids
+from tools import schedules
+from tools.schedules import by_pass
+from train import build
+
+SMALL = dict(vocab_size=70, block_size=32, n_layer=3, n_head=4, n_kv_head=2, n_embd=16, head_dim=4, d_ff=24, k=2)
+VARIANTS = pytest.mark.parametrize("variant", ["release", "paper"])
+SCHEDULES = [("autoregressive", 1), ("jacobi", 1), ("cyclic", 4), ("contiguous", 4)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(two_threads):
+    torch.set_num_threads(1)               # matrices this small are slower on two
+
+
+def make(**settings):
+    model = build("whitematter", **SMALL | settings).double()
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    return model.eval()
+
+
+def run(model, idx, schedule, groups=1, passes=1, grad_passes=1):
+    """The normed output (B, T, D) by a schedule."""
+    config = model.config
+    config.schedule, config.groups, config.passes, config.grad_passes = schedule, groups, passes, grad_passes
+    return model.hidden(idx)
+
+
+def start(model, T, batch=2):
+    """x, positions, past, as `cyclic.run` hands them to a schedule."""
+    past = model.boundary(batch)
+    return model.embed(ids(batch, T)), torch.arange(T) + len(past.positions), past
+
+
+def exact_prefixes(model, idx, schedule, groups, passes):
+    """After each of so many passes: how many first tokens equal the exact run's."""
+    with torch.no_grad():
+        exact = run(model, idx, "autoregressive")
+    errors = [(h - exact).abs().amax(dim=(0, 2)) for h in by_pass(model, idx, schedule, groups, passes)]
+    return [(error < 1e-9).long().cumprod(0).sum().item() for error in errors]
+
+
+def gradients(model, output, weights):
+    """Gradients of every parameter (None as zeros) for a random linear loss on the output."""
+    found = torch.autograd.grad((output * weights).sum(), list(model.parameters()), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found)]
+
+
+def close(xs, ys, rtol=1e-9):
+    return all((x - y).norm() <= rtol * max(x.norm(), y.norm(), 1e-6) for x, y in zip(xs, ys, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ causality and masks
+
+
+@VARIANTS
+@pytest.mark.parametrize("schedule, groups", SCHEDULES)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_later_token_changes_no_earlier_output_bit_for_bit(variant, schedule, groups, passes):
+    """C1, converged or not"""
+    model, idx = make(variant=variant), ids(2, 11)
+    other = idx.clone()
+    other[:, 6] = (other[:, 6] + 1) % 70
+    a, b = run(model, idx, schedule, groups, passes), run(model, other, schedule, groups, passes)
+    assert torch.equal(a[:, :6], b[:, :6]) and not torch.equal(a[:, 6], b[:, 6])
+
+
+@VARIANTS
+def test_a_token_does_not_read_its_own_slot(variant):
+    """C2: noise in the slot of token 5 changes no output up to 5, and that of 6."""
+    model = make(variant=variant)
+    x, positions, past = start(model, 9)
+    _, new = cyclic.autoregressive(model, x, positions, past)
+    full = past.join(new)
+    noise = torch.randn_like(full.k[:, :, :, :1])
+    a, _ = model.stack(x, positions, full)
+    b, _ = model.stack(x, positions, full.put(positions[5:6], noise, noise))
+    assert torch.equal(a[:, :6], b[:, :6]) and (a[:, 6] - b[:, 6]).abs().max() > 1e-3
+
+
+def test_a_token_without_a_past_gets_attention_0_and_finite_gradients():
+    """C3, C4: whether it comes alone (no slots), or among others (a row of the mask without a True)."""
+    q, k, v = (torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    channels = Channels(k[None], v[None], torch.arange(3))
+    output = attend(q, k, v, channels.seen_by(torch.arange(3)))
+    assert output[:, :, 0].eq(0).all() and output[:, :, 1:].abs().min() > 0
+    output.sum().backward()
+    assert all(t.grad.isfinite().all() for t in (q, k, v)) and q.grad[:, :, 0].eq(0).all()
+    assert v.grad[:, :, 2].eq(0).all() and k.grad[:, :, 2].eq(0).all()     # nobody reads the last slot
+    alone = attend(q[:, :, :1], k, v, channels.seen_by(torch.arange(1)))
+    assert alone.eq(0).all() and alone.shape == (1, 2, 1, 4)
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4], [1, 4], [2], [0, 3], [4, 5, 6], [0]])
+def test_attend_is_the_explicit_softmax_over_smaller_positions(positions):
+    """C4"""
+    at = torch.tensor(positions)
+    q, k, v = torch.randn(2, 4, len(at), 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    output = attend(q, k, v, Channels(k[None], v[None], torch.arange(5)).seen_by(at))
+    K, V = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    for row, i in enumerate(positions):
+        scores = (q[:, :, row:row + 1] @ K[:, :, :i].transpose(-2, -1)) / 8 ** 0.5
+        torch.testing.assert_close(output[:, :, row:row + 1], scores.softmax(-1) @ V[:, :, :i])
+
+
+def test_the_first_token_reads_the_dummy_alone():
+    """C3: a softmax over one slot is 1."""
+    model = make(variant="paper")
+    x, positions, past = start(model, 1)
+    q = torch.randn(2, 4, 1, 4, dtype=torch.float64)
+    output = attend(q, past.k[1], past.v[1], past.seen_by(positions))
+    torch.testing.assert_close(output, past.v[1].repeat_interleave(2, dim=1))
+    assert positions.tolist() == [1] and past.positions.tolist() == [0]
+
+
+# ---------------------------------------------------------------------------------------------------------- schedules
+
+
+@VARIANTS
+@pytest.mark.parametrize("T", [9, 8])
+def test_limits_of_the_schedules(variant, T):
+    """S1: one strided group is Jacobi, bit for bit; groups of one token are the exact run; more groups than tokens too"""
+    model, idx = make(variant=variant), ids(2, T)
+    for passes in (1, 2, 3):
+        assert torch.equal(run(model, idx, "cyclic", 1, passes), run(model, idx, "jacobi", 5, passes))
+    exact = run(model, idx, "autoregressive")
+    for schedule in ("cyclic", "contiguous"):
+        for groups in (T, T + 1, 50):
+            assert (run(model, idx, schedule, groups) - exact).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("variant, T, g", [("release", 11, 3), ("paper", 8, 4), ("release", 3, 4), ("paper", 2, 4)])
+def test_exact_prefixes_after_every_pass(variant, T, g):
+    """S2, S4: p tokens by Jacobi and no more, min(T, p g) by cyclic, and contiguous groups within their bounds."""
+    model, idx, every = make(variant=variant), ids(2, T), range(1, T + 1)
+    assert exact_prefixes(model, idx, "jacobi", 1, T) == list(every)
+    assert exact_prefixes(model, idx, "cyclic", g, T) == [min(T, p * g) for p in every]
+    contiguous = exact_prefixes(model, idx, "contiguous", g, T)
+    assert all(found >= p for found, p in zip(contiguous, every))
+    assert contiguous[T - min(g, T)] == T                                 # after T - g + 1 passes
+    assert contiguous[0] < min(T, g) or T <= g                            # strided is ahead from the first pass on
+
+
+def test_the_loss_of_every_pass_is_that_of_a_run_with_so_many_passes():
+    """What the tables are made of, and that one token needs no schedule."""
+    model, idx = make(), ids(2, 9)
+    for schedule, groups in SCHEDULES[1:]:
+        for p, output in enumerate(by_pass(model, idx, schedule, groups, 3), 1):
+            assert torch.equal(output, run(model, idx, schedule, groups, p))
+        assert torch.equal(run(model, idx[:, :1], schedule, groups, 3), run(model, idx[:, :1], "autoregressive"))
+
+
+@pytest.mark.parametrize("schedule, groups", SCHEDULES[1:])
+def test_the_fixed_point_is_one_and_random_starts_reach_it(schedule, groups):
+    """S3: with the first channels replaced by noise, the exact prefix grows as before, and more passes change nothing."""
+    model, idx, pool = make(), ids(2, 9), type(make()).pool
+    exact = run(model, idx, "autoregressive")
+    for passes in (9, 10):
+        calls = []
+
+        def noisy(states, positions):
+            calls.append(None)
+            k, v = pool(model, states, positions)
+            return (torch.randn_like(k), torch.randn_like(v)) if len(calls) == 1 else (k, v)
+        model.pool = noisy
+        output = run(model, idx, schedule, groups, passes)
+        del model.pool
+        assert len(calls) > passes and (output - exact).abs().max() < 1e-9
+
+
+def reference(model, x, positions, past, groups, passes, grad_passes):
+    """The definition, slowly: before every group all channels are built again from all states."""
+    T, H = x.size(1), [x[:, i].expand(model.sources, *x[:, i].shape) for i in range(x.size(1))]      # (S, B, D) each
+    for p in range(passes):
+        if p == passes - grad_passes and p > 0:
+            H = [h.detach() for h in H]
+        outputs = [None] * T
+        for group in groups:
+            full = past.join(Channels(*model.pool(torch.stack(H, dim=2), positions), positions))
+            for i in range(T)[group]:
+                at, n = positions[i:i + 1], int(positions[i])
+                earlier = Channels(full.k[:, :, :, :n], full.v[:, :, :, :n], full.positions[:n])
+                outputs[i], states = model.stack(x[:, i:i + 1], at, earlier)
+                H[i] = states[:, :, 0]                                    # `full` stands until the group is through
+    return torch.cat(outputs, dim=1)
+
+
+@VARIANTS
+@pytest.mark.parametrize("schedule, g", [("jacobi", 1), ("cyclic", 3), ("contiguous", 3)])
+@pytest.mark.parametrize("passes, grad_passes", [(1, 1), (3, 1), (3, 2), (2, 2)])
+def test_outputs_and_gradients_are_those_of_the_slow_definition(variant, schedule, g, passes, grad_passes):
+    """S5, S6, G2: incremental refresh, token order, detached states at the boundary; T = 8 is not divisible by 3."""
+    model = make(variant=variant)
+    x, positions, past = start(model, 8)
+    groups = cyclic.GROUPS[schedule](8, g)
+    fast, _ = iterate(model, x, positions, past, groups, passes, grad_passes)
+    slow = reference(model, x, positions, past, groups, passes, grad_passes)
+    assert (fast - slow).abs().max() < 1e-9
+    weights = torch.randn_like(fast)
+    grads = [torch.autograd.grad((output * weights).sum(), list(model.parameters()), retain_graph=True, allow_unused=True)
+             for output in (fast, slow)]
+    for (name, _), a, b in zip(model.named_parameters(), *grads):
+        assert (a is None) == (b is None) and (a is None or close([a], [b], 1e-7)), name
+
+
+def test_only_the_last_passes_carry_gradients_and_memory_does_not_grow_with_the_others():
+    """S7"""
+    model, idx, stack = make(), ids(2, 12), type(make()).stack
+    saved = []
+    for no_grad, grad in ((0, 2), (1, 2), (5, 2), (2, 1)):
+        modes, kept = [], {}
+
+        def counted(*args):
+            modes.append(torch.is_grad_enabled())
+            return stack(model, *args)
+
+        def pack(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+        model.stack = counted
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = run(model, idx, "cyclic", 4, no_grad + grad, grad)
+        del model.stack
+        assert modes == [False] * 4 * no_grad + [True] * 4 * grad and output.requires_grad
+        saved.append(sum(kept.values()))
+    assert saved[1] == saved[2] > saved[3]
+    with torch.no_grad():
+        assert not run(model, idx, "cyclic", 4, 3, 2).requires_grad
+
+
+def test_without_gradients_the_boundary_costs_nothing():
+    """An extra pool stands at the boundary in training alone."""
+    model, calls, project = make(), [], type(make()).project
+    model.project = lambda *args: (calls.append(None), project(model, *args))[1]
+    for grad, pools in ((True, 1 + 1 + 3 * 4), (False, 1 + 3 * 4)):
+        calls.clear()
+        with torch.set_grad_enabled(grad):
+            run(model, ids(2, 12), "cyclic", 4, 3, 2)
+        assert len(calls) == 2 * pools
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+@VARIANTS
+@pytest.mark.parametrize("schedule, g, passes", [("jacobi", 1, 9), ("cyclic", 4, 3), ("contiguous", 4, 6), ("cyclic", 9, 1)])
+def test_enough_gradient_passes_give_backpropagation_through_the_exact_run(variant, schedule, g, passes):
+    """G1"""
+    model, idx = make(variant=variant), ids(2, 9)
+    weights = torch.randn(2, 9, 16, dtype=torch.float64)
+    exact = gradients(model, run(model, idx, "autoregressive"), weights)
+    assert close(gradients(model, run(model, idx, schedule, g, passes, passes), weights), exact)
+    assert close(gradients(model, run(model, idx, schedule, g, passes + 2, passes + 2), weights), exact)
+
+
+def test_fewer_gradient_passes_cut_the_gradient_off_after_their_groups():
+    """G1: from a converged start, b passes of g groups reach about b g tokens back; b g >= T is everything."""
+    model, idx = make(), ids(2, 12)
+    weights = torch.randn(2, 12, 16, dtype=torch.float64)
+    exact = torch.cat([g.flatten() for g in gradients(model, run(model, idx, "autoregressive"), weights)])
+
+    def error(schedule, g, b):
+        found = gradients(model, run(model, idx, schedule, g, 12 + b, b), weights)
+        return ((torch.cat([g.flatten() for g in found]) - exact).norm() / exact.norm()).item()
+    assert error("jacobi", 1, 2) > 0.01 and error("cyclic", 4, 1) > 0.001 and error("cyclic", 4, 3) < 1e-9
+
+
+def test_one_gradient_pass_trains_the_whole_pool():
+    """G1: the boundary projects again, so even b = 1 gives router and projections a gradient."""
+    model = make()
+    model.zero_grad()
+    run(model, ids(2, 12), "jacobi", 1, 3, 1).sum().backward()
+    for r in (model.keys, model.values):
+        assert min(p.grad.abs().max() for p in (r.weight, r.router.weight, r.router.bias, r.pre.weight)) > 0
+
+
+def test_channels_are_written_into_a_copy():
+    """G3"""
+    channels = Channels(torch.zeros(2, 1, 1, 5, 4), torch.zeros(2, 1, 1, 5, 4), torch.arange(5))
+    written = channels.put(torch.tensor([1, 3]), torch.ones(2, 1, 1, 2, 4), 2 * torch.ones(2, 1, 1, 2, 4))
+    assert channels.k.eq(0).all() and written.k[0, 0, 0, :, 0].tolist() == [0, 1, 0, 1, 0]
+    assert written.v[0, 0, 0, :, 0].tolist() == [0, 2, 0, 2, 0]
+
+
+# ------------------------------------------------------------------------------------------------- chunks and numerics
+
+
+@VARIANTS
+@pytest.mark.parametrize("first", [1, 5, 8])
+def test_a_chunk_is_iterated_against_its_frozen_prefix(variant, first):
+    """The first passes x g tokens of a chunk are exact wherever it starts; the prefix stays as it was."""
+    model, idx = make(variant=variant), ids(2, 20)
+    exact = run(model, idx, "autoregressive")
+    cache = model.new_cache(2)
+    model.hidden(idx[:, :first], cache)
+    before = cache.k.clone()
+    model.config.schedule, model.config.groups, model.config.passes = "cyclic", 3, 2
+    error = (model.hidden(idx[:, first:], cache) - exact[:, first:]).abs().amax(dim=(0, 2))
+    assert error[:6].max() < 1e-9 < error[6]
+    end = first + model.first
+    assert torch.equal(cache.k[:, :, :, :end], before[:, :, :, :end]) and cache.length == 20
+
+
+@pytest.mark.parametrize("schedule, groups", SCHEDULES)
+def test_under_bf16_autocast_channels_are_cast_once(schedule, groups):
+    """N: keys are normed and turned in fp32, then stored in the dtype of the values; every schedule runs and trains."""
+    model = make(variant="paper").float().train()
+    with torch.autocast("cpu", torch.bfloat16):
+        k, v = model.pool(torch.randn(3, 2, 3, 16), torch.arange(1, 4))
+        assert k.dtype == v.dtype == torch.bfloat16
+        output = run(model, ids(2, 9), schedule, groups, 3, 2)
+    output.sum().backward()
+    assert output.dtype == torch.float32 and all(p.grad.isfinite().all() for p in model.parameters())
+    cache = model.new_cache(2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.eval().config.passes = 9
+        pieces = torch.cat([model.hidden(piece, cache) for piece in ids(2, 9).split([5, 1, 3], dim=1)], dim=1)
+        assert (pieces - run(model, ids(2, 9), "autoregressive")).abs().max() < 0.5
+
+
+def test_the_schedule_is_read_at_every_forward_and_bad_ones_are_refused():
+    model, idx = make(), ids(2, 12)
+    assert not torch.equal(run(model, idx, "jacobi"), run(model, idx, "cyclic", 4))
+    for settings, words in ((dict(schedule="cyclical"), "choose one of autoregressive, jacobi"), (dict(groups=0), "groups=0"),
+                            (dict(grad_passes=4), "passes=3, grad_passes=4"), (dict(grad_passes=0), "grad_passes=0")):
+        with pytest.raises(ValueError, match=words):
+            build("whitematter", **SMALL | settings)
+    cache = model.new_cache(2, max_tokens=8)
+    with pytest.raises(ValueError, match="room for 8 tokens and was given 9: ask new_cache"):
+        model(ids(2, 9), cache=cache)
+
+
+def test_the_picture_is_drawn_by_the_schedules_themselves(capsys):
+    """Cyclic, T = 5 and g = 2: in step 2 the tokens 1 and 3 read fresh cells 0, 2, 4; stars grow by g in each pass."""
+    rows = [line.split()[1:] for line in schedules.picture("cyclic", 5, 2, 2)[2:]]
+    drawn = ["".join(row) for row in rows]
+    assert drawn == ["[1]*0[1]0[1]", "1*[1]*1[1]1", "[2]*1*[2]*1[2]", "2*[2]*2*[2]*2"]
+    schedules.show(12, 4)
+    assert "jacobi" in (text := capsys.readouterr().out) and text.count("[") > 60
+
+
+def test_the_tables_name_passes_and_times_and_leave_the_model_as_it_was(capsys, monkeypatch):
+    monkeypatch.setattr(schedules, "PASSES", 4)
+    model = make(schedule="jacobi", passes=2, grad_passes=1, block_size=6)
+    before = vars(model.config).copy()
+    schedules.tables(model, ids(2, 6), ids(2, 6, seed=2))
+    text = capsys.readouterr().out
+    assert vars(model.config) == before and "stack" not in vars(model)
+    assert text.count("jacobi ") == 2 and text.count("contiguous ") == 4 and "trained: jacobi" in text
