@@ -16,7 +16,7 @@ SCHEDULES = [("autoregressive", 1), ("jacobi", 1), ("cyclic", 4), ("contiguous",
 
 
 @pytest.fixture(autouse=True)
-def one_thread(two_threads):
+def one_thread():
     torch.set_num_threads(1)               # matrices this small are slower on two
 
 

@@ -25,7 +25,7 @@ options = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: " ".join
 
 
 @pytest.fixture(autouse=True)
-def one_thread(two_threads):
+def one_thread():
     torch.set_num_threads(1)               # matrices this small are slower on two
 
 
