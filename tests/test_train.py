@@ -93,6 +93,19 @@ def test_resume_is_bit_equal_also_from_a_step_that_was_no_evaluation(run, monkey
     assert losses("whole") == losses("parts")
 
 
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("gpt", "value_residual")])
+def test_every_model_trains_resumes_bit_equal_and_samples(run, monkeypatch, capsys, model):
+    flags = [f"--model={model}", "--max_iters=4", "--eval_interval=3", "--n_layer=4"]
+    run(*flags, "--out_dir=whole", "--sample_tokens=4")
+    assert "sample:" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(SystemExit):
+            run(*flags, "--out_dir=parts")
+    train.main(["--resume", "--out_dir=parts"])
+    equal_state("whole/last.pt", "parts/last.pt")
+
+
 def test_resume_cuts_the_log_at_the_checkpoint(run, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
