@@ -17,7 +17,10 @@ SCHEDULES = [("autoregressive", 1), ("jacobi", 1), ("cyclic", 4), ("contiguous",
 
 @pytest.fixture(autouse=True)
 def one_thread():
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)               # matrices this small are slower on two
+    yield
+    torch.set_num_threads(threads)
 
 
 def make(**settings):

@@ -26,7 +26,10 @@ options = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: " ".join
 
 @pytest.fixture(autouse=True)
 def one_thread():
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)               # matrices this small are slower on two
+    yield
+    torch.set_num_threads(threads)
 
 
 def make(start=False, **settings):
