@@ -127,7 +127,8 @@ def test_flops_are_positive_and_a_trace_holds_every_layer(arm):
     model = make(arm)
     flops = sys.modules[type(model).__module__].flops_per_token(model.config, 20)
     assert set(flops) == {"train", "prefill", "decode", "head"} and all(value > 0 for value in flops.values())
-    assert flops["train"] > 2.9 * flops["prefill"]
+    passes = getattr(model.config, "passes", 1)                            # of which the first carry no gradient
+    assert flops["train"] > (2.9 if passes == 1 else 2.0) * flops["prefill"]
     model.trace = {}
     model(ids(2, 20))
     assert all(set(model.trace[name]) == set(range(4)) for name in ("x", "q", "k", "v"))
