@@ -104,7 +104,6 @@ class WhiteMatter(FeedbackGPT):
 
     def compile_pieces(self):
         super().compile_pieces()
-        kernels.compile_methods(self.blocks, "query")
         kernels.compile_methods([self], "project")
 
     @staticmethod
@@ -118,9 +117,6 @@ class QueryBlock(Block):
     def __init__(self, config, n):
         super().__init__(config, n)
         del self.wk, self.wv, self.k_norm
-
-    def query(self, x, rope):
-        return self.q(self.norm1(x), rope)
 
 
 class Branch(nn.Module):

@@ -14,11 +14,11 @@ the lowest layer of the next one. The price is that tokens must be computed one 
     key and value projections        self.wk, self.wv    one of each, shared by all layers
     tau, the memories in view        window              token t reads m_{t-tau} .. m_{t-1}
 
-Cost: one slot of cache in place of L; 2 (L-1) D Hkv d parameters less, L + 1 more. Decoding costs less than the baseline.
+Cost: one slot of cache in place of L; (L-1)(2 D Hkv d + d) parameters less, L + 1 more; decoding below the baseline's.
 Training takes T L steps one after the other, or a schedule of cyclic.py: the default is three passes of eight groups.
 
-What breaks without each part: with its own memory in view a token would have to be finished before it starts. With w on
-the embedding alone there is no feedback, and one pass is exact. Token 0 has no memory and skips attention, not the rest.
+What breaks without each part: with its own memory in view a token would have to be finished before it starts. With all
+of w on the embedding there is no feedback, and one pass is exact. Token 0 has no memory: it skips attention, not the rest.
 
 Where paper, release and this file differ. The paper trains token by token (here schedule=autoregressive) and has no
 pre-norm decoder of this kind. The projections shared by all layers are those of its later version. The mixture is
@@ -90,7 +90,7 @@ class FeedbackConfig(ScheduleConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window}: give a number of past tokens of at least 1, or leave it out for all")
+            raise ValueError(f"window={self.window}: give at least 1 past token, or leave it out for all")
 
 
 def flops_per_token(config, T):

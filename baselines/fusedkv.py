@@ -1,5 +1,5 @@
 """
-FusedKV: the upper half of the layers has no keys and values of its own; it fuses those of the first and the middle layer.
+FusedKV: the upper layers have no keys and values of their own; they fuse those of the first and of the middle layer.
 
 Neighbouring layers' keys and values are alike, so half of the cache says little. Layers 1..n keep theirs as usual. Each
 layer above makes its keys and values, per channel, from layer 1's and layer n's: the values lean on layer 1, where the
@@ -10,7 +10,7 @@ tokens themselves are still in view, the keys on layer n, where the context is. 
     paper                             here                   paper layer i is code layer i-1
     n, the storage layers             self.n                 half of the layers, rounded up
     K^1, V^1, K^n, V^n                k1, v1, kn, vn         (B, Hkv, S, d), keys after the rotation
-    a_i, b_i, of keys                 block.a, block.b       (Hkv, 1, d/2): one number for both members of a rotary pair
+    a_i, b_i, of keys                 block.a, block.b       (Hkv, 1, d/2): one number for both of a rotary pair
     c_i, e_i, of values               block.c, block.e       (Hkv, 1, d)
 
 Cost: half of the baseline's cache; L/2 times 2 D Hkv d + d parameters less, 3 Hkv d more. A layer above n fuses the whole

@@ -9,24 +9,24 @@ layers below and above the block, the warm-up layers, keep their own cache and m
     Wu and Tu, Layer-Condensed KV Cache, arXiv 2405.10637; compared in Zhang and Ren, WHITEMATTER, arXiv 2608.18486
 
     paper                                    here
-    w warm-up layers, a sandwich             self.below, self.above    w // 2 layers, and the rest of w
-    the condensed layers                     self.block                code layers w // 2 .. L - (w - w // 2) - 1
-    K, V of the block's top layer            channels                  (1, B, Hkv, N, d), of its normed input
-    m = 7 passes without, b = 2 with grads   passes=9, grad_passes=2   Jacobi: all tokens read the pass before
+    w warm-up layers, a sandwich          self.below, self.above    w // 2 of them, and the rest
+    the condensed layers                  self.block                code layers w // 2 .. L - (w - w // 2) - 1
+    K, V of the block's top layer         channels                  (1, B, Hkv, N, d), of its normed input
+    m = 7 passes, b = 2 with gradients    passes=9, grad_passes=2   Jacobi: all tokens read the pass before
 
-Cost: w + 1 slots of cache in place of L; (L - w - 1)(2 D Hkv d + d) parameters less. Decoding is exact and costs less than
-the baseline. Training and prefill take nine passes through the block; only the two with gradients keep activations.
+Cost: w + 1 slots of cache in place of L; (L - w - 1)(2 D Hkv d + d) parameters less. Decoding costs less than the
+baseline's. Training and prefill take nine passes through the block; only the two with gradients keep activations.
 
-What breaks without each part: without the mask on the diagonal a token would have to be finished before it starts. With
-one gradient pass the lower layers would read keys and values that carry no gradient, and would not train their
-projections (not so here: cyclic.py projects again at the boundary). Without warm-up layers the loss is clearly worse.
+What breaks without each part: without the mask on the diagonal a token would have to be finished before it starts. In
+the release, with one gradient pass, W^K and W^V learn nothing from the layers below the top, since those read a pass
+without gradients; cyclic.py projects once more at the boundary. Without warm-up layers the paper's loss is clearly worse.
 
-Where paper, release and this file differ. This is the model that the WhiteMatter authors compare, but for a second norm
-that they put between the top layer's norm and the projections, with gains of its own for K and V. In the release the top
-layer is an ordinary one, which reads itself too; the first pass reads zeros, here a projection of the block's input; and
-prompts of up to m + b tokens run one by one, here all follow config.schedule. Its unfused attention adds two masks of
-finite minima, so that the first token reads every later one; and its decoding masks the newest slot in place of the
-empty one, so that a token misses the token before it. Here a mask is boolean, and a token without a past gets 0.
+Where paper, release and this file differ. This is the model that the WhiteMatter authors compare, less the second norm
+that they put between the top layer's norm and the projections, with gains of its own for K and for V. In the release
+the top layer is an ordinary one, which reads itself too; the first pass reads zeros, here a projection of the block's
+input; prompts of up to m + b tokens run one by one, here config.schedule decides. The release's plain attention adds two
+masks of finite minima, so that the first token reads every later one; its decoding masks the newest slot in place of
+the empty one, so that a token misses the one before it. Here masks are boolean, and a token without a past gets 0.
 """
 from dataclasses import dataclass
 
@@ -87,7 +87,7 @@ def block(config):
 
 @dataclass
 class LCKVConfig(ScheduleConfig):
-    w: int | None = None               # ordinary warm-up layers, half of them below and half above (default: 2, if there is room)
+    w: int | None = None               # ordinary warm-up layers, half below and half above (default: 2, if they fit)
     schedule: str = "jacobi"           # autoregressive (exact, token by token), jacobi, cyclic or contiguous
     passes: int = 9                    # passes over all tokens, in training, validation and prefill
 
