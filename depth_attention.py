@@ -54,10 +54,10 @@ def sources(l, stride, recent):
 
 def depth_mix(q, candidates):
     """q (B, H, T, d), candidates [(k_j, vt_j)] (B, Hkv, T, d) each -> vt (B, Hkv, T, d), weights (n, B, Hkv, T)."""
-    k, v = (torch.stack(tensors) for tensors in zip(*candidates))        # (n, B, Hkv, T, d)
-    q = q.unflatten(1, (k.size(2), -1)).mean(dim=2)                      # qbar: one depth query for each KV head
-    a = ((q * k).sum(dim=-1) / q.size(-1) ** 0.5).softmax(dim=0)         # over layers, in fp32 as q and k are
-    return (a[..., None] * v).sum(dim=0).type_as(v), a
+    q = q.unflatten(1, (candidates[0][0].size(1), -1)).mean(dim=2)       # qbar: one depth query for each KV head
+    e = torch.stack([(q * k).sum(dim=-1) for k, _ in candidates]) / q.size(-1) ** 0.5
+    a = e.softmax(dim=0)                                                 # over layers, in fp32 as q and k are
+    return sum(a_j[..., None] * v for a_j, (_, v) in zip(a, candidates)).type_as(candidates[-1][1]), a
 
 
 class DepthAttention(GPT):
