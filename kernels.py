@@ -196,3 +196,76 @@ class History:
         """The mixtures (B, T, D) by A (B or 1, T or 1, C, S) of X_i, X_{i-step}, .."""
         self.buffer, *mixed = WriteAndMix.apply(self.buffer, self.x.flatten(0, 1), A.flatten(0, 1), self.i, step)
         return [m.view_as(self.x) for m in mixed]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The mix of Depth-Attention
+#
+# Plain: stack the keys and the values of all candidates, and keep products of that size for the backward. With n sources
+# below layer n that is O(L^2) memory. But scores, mixed value and every gradient are made of three maps that take one
+# candidate after the other and copy none: `dots`, `weighted_sum` and `scaled`. A few candidates at a time, so that two
+# compiled forms of each map serve every layer, however many sources it has.
+
+
+AT_A_TIME = 4
+
+
+def in_parts(items):
+    """Parts of AT_A_TIME items, then of one: two lengths in all."""
+    whole = len(items) - len(items) % AT_A_TIME
+    return [items[i:i + AT_A_TIME] for i in range(0, whole, AT_A_TIME)] + [items[i:i + 1] for i in range(whole, len(items))]
+
+
+def dots(x, ys, dtype):
+    """x, ys (..., d) -> <x, y_j> (n, ...)"""
+    return torch.stack([(x.to(dtype) * y).sum(dim=-1) for y in ys])
+
+
+def weighted_sum(total, weights, ys):
+    """total (..., d) + sum_j w_j y_j"""
+    for w, y in zip(weights, ys):
+        total = total + w[..., None] * y
+    return total
+
+
+def scaled(weights, x, dtype):
+    """[w_j x], (..., d) each"""
+    return [(w[..., None] * x).to(dtype) for w in weights]
+
+
+class DepthMix(torch.autograd.Function):
+    """(qbar / sqrt(d), k_0.., vt_0..) -> vt, a: e_j = <qbar, k_j>, a = softmax(e), vt = sum_j a_j vt_j."""
+
+    @staticmethod
+    def forward(ctx, q, *candidates):
+        k, v = candidates[:len(candidates) // 2], candidates[len(candidates) // 2:]
+        a = torch.cat([compiled(dots)(q, part, q.dtype) for part in in_parts(k)]).softmax(dim=0)
+        mixed = torch.zeros_like(v[-1], dtype=a.dtype)
+        for weights, part in zip(in_parts(a), in_parts(v)):
+            mixed = compiled(weighted_sum)(mixed, weights, part)
+        ctx.save_for_backward(q, a, *candidates)
+        ctx.mark_non_differentiable(a)
+        return mixed.to(v[-1].dtype), a
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, _):
+        q, a, *candidates = ctx.saved_tensors
+        k, v = candidates[:len(candidates) // 2], candidates[len(candidates) // 2:]
+        da = torch.cat([compiled(dots)(g, part, a.dtype) for part in in_parts(v)])
+        de = a * (da - (a * da).sum(dim=0))                                   # of the softmax
+        dq = torch.zeros_like(q)
+        for weights, part in zip(in_parts(de), in_parts(k)):
+            dq = compiled(weighted_sum)(dq, weights, part)
+        dk = [t for part in in_parts(de) for t in compiled(scaled)(part, q, k[-1].dtype)]
+        dv = [t for part in in_parts(a) for t in compiled(scaled)(part, g, v[-1].dtype)]
+        return dq, *dk, *dv
+
+
+def depth_mix(q, candidates):
+    """depth_attention.depth_mix without its stacks. The weights that it returns carry no gradient."""
+    k, v = zip(*candidates)
+    if len(candidates) == 1:
+        return v[0], torch.ones_like(k[0][None, ..., 0])
+    q = q.unflatten(1, (k[0].size(1), -1)).mean(dim=2) / q.size(-1) ** 0.5
+    return DepthMix.apply(q, *k, *v)

@@ -35,8 +35,10 @@ from baselines.feedback import Feedback, FeedbackConfig
 from baselines.fusedkv import FusedKV, FusedKVConfig
 from baselines.lckv import LCKV, LCKVConfig
 from baselines.recurrent import Recurrent, RecurrentConfig
+from baselines.lime import LIMe, LIMeConfig
 from baselines.shortcuts import Shortcut, ShortcutConfig
 from configs import SettingError
+from depth_attention import DepthAttention, DepthAttentionConfig, LoopedConfig, LoopedDepthAttention
 from model import GPT, GPTConfig
 from mudd import MUDD, MUDDConfig
 from value_residual import ValueResidual, ValueResidualConfig
@@ -47,6 +49,9 @@ MODELS = {
     "value_residual": (ValueResidualConfig, ValueResidual),
     "mudd": (MUDDConfig, MUDD),
     "whitematter": (WhiteMatterConfig, WhiteMatter),
+    "depth_attention": (DepthAttentionConfig, DepthAttention),
+    "looped": (LoopedConfig, LoopedDepthAttention),
+    "lime": (LIMeConfig, LIMe),
     "shortcut": (ShortcutConfig, Shortcut),
     "feedback": (FeedbackConfig, Feedback),
     "lckv": (LCKVConfig, LCKV),

@@ -22,6 +22,12 @@ ARMS = {                       # name of the arm: model and settings; one for ea
     "mudd dynamic": ("mudd", dict(multiway=False, dilation=2)),
     "mudd static multiway": ("mudd", dict(dynamic=False, drop_ways="q")),
     "mudd reallocated": ("mudd", dict(reallocate_ffn=True, released_widths=True, period=2)),
+    "depth_attention": ("depth_attention", {}),
+    "depth_attention stride 1": ("depth_attention", dict(stride=1)),
+    "depth_attention recent": ("depth_attention", dict(stride=3, recent=2)),
+    "looped": ("looped", dict(rounds=3)),
+    "lime": ("lime", {}),
+    "lime v": ("lime", dict(route="v", start="identity")),
     "shortcut query": ("shortcut", dict(variant="query")),
     "shortcut key_zero": ("shortcut", dict(variant="key_zero")),
     "shortcut matrix": ("shortcut", dict(variant="matrix")),
@@ -134,7 +140,8 @@ def test_flops_are_positive_and_a_trace_holds_every_layer(arm):
     assert flops["train"] > (2.9 if passes == 1 else 2.0) * flops["prefill"]
     model.trace = {}
     model(ids(2, 20))
-    assert all(set(model.trace[name]) == set(range(4)) for name in ("x", "q", "k", "v"))
+    steps = len(getattr(model.config, "steps", range(4)))                  # a looped layer is recorded in every round
+    assert all(set(model.trace[name]) == set(range(steps)) for name in ("x", "q", "k", "v"))
 
 
 @arms
