@@ -1,6 +1,7 @@
 """The README: every command in it parses, those that can run here are run at reduced size, and what it shows is true."""
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import configs
 import train
 from data.openwebtext import prepare
-from tools import prove, sample, table4
+from tools import prove, sample, schedules, table4
 from value_residual import ValueResidual
 
 ROOT = Path(train.__file__).parent
@@ -66,8 +67,11 @@ def test_what_can_run_runs_in_the_readmes_order(tiny_data, tmp_path, monkeypatch
             table4.main()
         elif program == "data/openwebtext/prepare.py":
             prepare.main(arguments)
+        elif program == "cyclic.py":
+            monkeypatch.setattr("sys.argv", [program, *arguments])
+            schedules.main()
         else:                                                          # a mechanism file shows what its header claims
-            name = {"value_residual.py": "value_residual", "-m baselines.shortcuts": "shortcut"}[program]
+            name = {"value_residual.py": "value_residual", "-m baselines.shortcuts": "shortcut", "mudd.py": "mudd"}[program]
             monkeypatch.setattr("sys.argv", [program, *arguments])
             prove.main(name)
         assert capsys.readouterr().out
@@ -76,6 +80,26 @@ def test_what_can_run_runs_in_the_readmes_order(tiny_data, tmp_path, monkeypatch
 def test_the_diff_in_the_readme_is_the_files():
     shown = re.search(r"```diff\n(.*?)```", README, re.DOTALL).group(1)
     assert shown.splitlines() == prove.loop_diff(ValueResidual)[3:]
+
+
+@pytest.mark.parametrize("name", [name for name in train.MODELS if name != "looped"])
+def test_the_tables_of_models_show_what_the_code_computes(name):
+    """Lines changed, cache and training FLOPs, at the laptop preset."""
+    _, config, model_class = train.read_settings(configs.load_preset("laptop") | dict(model=name))
+    _, plain, _ = train.read_settings(configs.load_preset("laptop"))
+    config.vocab_size = plain.vocab_size = 257
+
+    def flops(module, config):
+        flops = sys.modules[module].flops_per_token(config, config.block_size)
+        return flops["train"] + 3 * flops["head"]
+    file = Path(sys.modules[model_class.__module__].__file__).relative_to(ROOT).as_posix()
+    cells = [cell.strip() for cell in re.search(rf"^\| \[{file}\].*$", README, re.MULTILINE).group(0).split("|")]
+    cache = 2 * sum(model_class.cache_slots(config)) * config.n_kv_head * config.head_dim
+    assert cells[-3] == f"{cache:,}"
+    assert float(cells[-2]) == pytest.approx(flops(model_class.__module__, config) / flops("model", plain), abs=6e-4)
+    if cells[3].isdigit():
+        changed = [line for line in prove.loop_diff(model_class) if line[0] in "+-" and line[:3] not in ("+++", "---")]
+        assert int(cells[3]) == len(changed)
 
 
 def test_table_4_in_the_readme_is_what_the_tool_computes():
