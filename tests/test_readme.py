@@ -97,7 +97,7 @@ def test_the_tables_of_models_show_what_the_code_computes(name):
     cache = 2 * sum(model_class.cache_slots(config)) * config.n_kv_head * config.head_dim
     assert cells[-3] == f"{cache:,}"
     assert float(cells[-2]) == pytest.approx(flops(model_class.__module__, config) / flops("model", plain), abs=6e-4)
-    if cells[3].isdigit():
+    if len(cells) == 8 and cells[3].isdigit():                             # the table of the main mechanisms
         changed = [line for line in prove.loop_diff(model_class) if line[0] in "+-" and line[:3] not in ("+++", "---")]
         assert int(cells[3]) == len(changed)
 
