@@ -8,7 +8,7 @@ layers below and above the block, the warm-up layers, keep their own cache and m
 
     Wu and Tu, Layer-Condensed KV Cache, arXiv 2405.10637; compared in Zhang and Ren, WHITEMATTER, arXiv 2608.18486
 
-    paper                                    here
+    paper                                 here
     w warm-up layers, a sandwich          self.below, self.above    w // 2 of them, and the rest
     the condensed layers                  self.block                code layers w // 2 .. L - (w - w // 2) - 1
     K, V of the block's top layer         channels                  (1, B, Hkv, N, d), of its normed input
