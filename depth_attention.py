@@ -74,12 +74,12 @@ class DepthAttention(GPT):
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
 
-    mix = staticmethod(depth_mix)
+    def mix(self, q, candidates):
+        return depth_mix(q, candidates)
 
     def compile_pieces(self):
-        """As the baseline's, and kernels.depth_mix in training: equal to depth_mix, in one form for any number of sources."""
         super().compile_pieces()
-        self.mix = lambda q, candidates: (kernels.depth_mix if self.training else depth_mix)(q, candidates)
+        kernels.replace_method(self, "mix", lambda self, q, candidates: kernels.depth_mix(q, candidates))
 
     @staticmethod
     def cache_slots(config):

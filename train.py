@@ -34,8 +34,8 @@ import kernels
 from baselines.feedback import Feedback, FeedbackConfig
 from baselines.fusedkv import FusedKV, FusedKVConfig
 from baselines.lckv import LCKV, LCKVConfig
-from baselines.recurrent import Recurrent, RecurrentConfig
 from baselines.lime import LIMe, LIMeConfig
+from baselines.recurrent import Recurrent, RecurrentConfig
 from baselines.shortcuts import Shortcut, ShortcutConfig
 from configs import SettingError
 from depth_attention import DepthAttention, DepthAttentionConfig, LoopedConfig, LoopedDepthAttention
