@@ -62,6 +62,8 @@ def iterate(model, x, positions, past, groups, passes, grad_passes):
     boundary = passes - grad_passes if torch.is_grad_enabled() else 0
     for p in range(passes):
         with torch.set_grad_enabled(torch.is_grad_enabled() and p >= boundary):
+            if p == boundary > 0:
+                torch.clear_autocast_cache()                              # older torch reuses casts that have no gradient
             if p in (0, boundary):
                 channels = past.join(Channels(*model.pool(states, positions), positions))
             done = []
@@ -128,7 +130,7 @@ class Channels(NamedTuple):
 
     def put(self, positions, k, v):
         """A copy, for autograd's sake, with k and v (k, B, Hkv, n, d) in the slots of `positions`."""
-        slots = positions.to(k.device)
+        slots = positions.to(k.device, non_blocking=True)
         return Channels(self.k.index_copy(3, slots, k), self.v.index_copy(3, slots, v), self.positions)
 
     def last(self, n):
@@ -141,7 +143,7 @@ class Channels(NamedTuple):
         reach = int((self.positions < positions[-1]).sum())
         distance = positions[:, None] - self.positions[:reach]
         mask = (0 < distance) & (distance <= window)
-        return reach, None if mask.all() else mask.to(self.k.device)
+        return reach, None if mask.all() else mask.to(self.k.device, non_blocking=True)
 
 
 def attend(q, k, v, seen):
@@ -162,7 +164,8 @@ def in_order(pieces, groups):
     """Pieces (..., n, D) of the groups -> (..., T, D) in token order."""
     T = sum(piece.size(-2) for piece in pieces)
     order = torch.cat([torch.arange(T)[group] for group in groups]).argsort()
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2).index_select(-2, order.to(pieces[0].device))
+    order = order.to(pieces[0].device, non_blocking=True)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2).index_select(-2, order)
 
 
 def held(model, cache):
@@ -189,7 +192,7 @@ class FeedbackGPT(GPT):
     k, sources, first = 1, 1, 0
 
     def rope(self, positions):
-        return super().rope(positions.to(self.embed.weight.device))
+        return super().rope(positions.to(self.embed.weight.device, non_blocking=True))
 
     def boundary(self, batch_size):
         """The channels that are there before the first token: here none."""

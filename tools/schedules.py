@@ -20,7 +20,7 @@ import data
 from configs import SettingError
 
 WINDOWS = 64                           # held-out windows of block_size tokens that the losses are taken over
-PASSES = 32                            # passes tried; Jacobi gets as many as there are tokens
+PASSES, JACOBI_PASSES = 32, 96         # passes tried
 
 
 # ---------------------------------------------------------------------------------------------------------- the picture
@@ -80,13 +80,18 @@ def show(T, g):
 
 
 @torch.no_grad()
-def by_pass(model, idx, schedule, groups, passes):
-    """[the normed output (B, T, D) after 1, 2, .. `passes` passes], from one run: what `stack` gave, group by group."""
-    given, stack, T = [], model.stack, idx.size(1)
+def by_pass(model, idx, schedule, groups, passes, read=lambda h: h):
+    """[read(the normed output (B, T, D)) after 1, 2, .. `passes` passes], from one run: what `stack` gave, group by group.
+    Each pass is read as soon as it is through, so that no more than one is held."""
+    T, stack, given, found = idx.size(1), model.stack, [], []
+    slices = cyclic.GROUPS[schedule](T, min(groups, T))
 
     def listening(x, positions, channels):
         output, states = stack(x, positions, channels)
         given.append(output)
+        if len(given) == len(slices):
+            found.append(read(model.norm(cyclic.in_order(given, slices))))
+            given.clear()
         return output, states
     config, before = model.config, vars(model.config).copy()
     config.schedule, config.groups, config.passes, config.grad_passes = schedule, groups, passes, 1
@@ -96,9 +101,7 @@ def by_pass(model, idx, schedule, groups, passes):
     finally:
         del model.stack
         vars(config).update(before)
-    slices = cyclic.GROUPS[schedule](T, min(groups, T))
-    n = len(slices)
-    return [model.norm(cyclic.in_order(given[p * n:(p + 1) * n], slices)) for p in range(passes)]
+    return found
 
 
 @torch.no_grad()
@@ -127,7 +130,8 @@ def exact_output(model, idx):
 
 @torch.no_grad()
 def nats(model, h, y):
-    return F.cross_entropy(model.head(h).float().flatten(0, 1), y.flatten()).item()
+    """Mean loss, with the logits of one window at a time."""
+    return sum(F.cross_entropy(model.head(h_i).float(), y_i).item() for h_i, y_i in zip(h, y)) / len(y)
 
 
 def tables(model, x, y):
@@ -141,8 +145,8 @@ def tables(model, x, y):
     losses = {}
     sizes = [g for g in (2, 4, 8, 16, 32, 64) if g < T]
     for schedule, groups in [("jacobi", 1), *(("cyclic", g) for g in sizes), *(("contiguous", g) for g in sizes)]:
-        outputs = by_pass(model, x, schedule, groups, T if schedule == "jacobi" else min(T, PASSES))
-        found = losses[schedule, groups] = [nats(model, h, y) for h in outputs]
+        tried = min(T, JACOBI_PASSES if schedule == "jacobi" else PASSES)
+        found = losses[schedule, groups] = by_pass(model, x, schedule, groups, tried, lambda h: nats(model, h, y))
         passes = next((p for p, loss in enumerate(found, 1) if loss <= exact + math.log(1.01)), None)
         if passes is None:
             print(f"  {schedule:<12}{groups:>7}{'over ' + str(len(found)):>8}")
@@ -156,7 +160,7 @@ def tables(model, x, y):
     print(f"  {'schedule':<12}{'groups':>7}" + "".join(f"{p:>9}" for p in shown) + f"{'exact':>9}")
     for schedule, groups in dict.fromkeys([("jacobi", 1), ("cyclic", min(config.groups, sizes[-1])), *losses]):
         if (schedule, groups) not in losses:
-            losses[schedule, groups] = [nats(model, h, y) for h in by_pass(model, x, schedule, groups, min(T, PASSES))]
+            losses[schedule, groups] = by_pass(model, x, schedule, groups, min(T, PASSES), lambda h: nats(model, h, y))
         row = losses[schedule, groups]
         print(f"  {schedule:<12}{groups:>7}" + "".join(f"{row[p - 1]:>9.4f}" for p in shown) + f"{exact:>9.4f}")
 
