@@ -127,7 +127,7 @@ def learning_rate(config, step):
 
 
 def train(run):
-    """Run.start .. max_iters optimizer steps. Everything that the loop calls and does not show stands below it."""
+    """Optimizer steps run.step .. max_iters - 1. Everything that the loop calls and does not show stands below it."""
     config, model, optimizer, scaler = run.config, run.model, run.optimizer, run.scaler
     with run.progress_bar() as bar, run.signals():
         for step in range(run.step, config.max_iters):
