@@ -3,8 +3,7 @@ Value residual: every layer's attention moves a mixture of its own values and th
 
 A deep layer's values are read from a stream in which the layers below have overwritten much of what the token was.
 ResFormer mixes the first layer's values V_1 into the values of every later layer, before attention moves them. Where
-a layer looks is untouched (inside that layer); what it finds there is not. SVFormer goes on: all layers move V_1
-itself.
+a layer looks is untouched (inside that layer); what it finds there is not. In SVFormer all layers move V_1 itself.
 
     Zhou et al., Value Residual Learning, arXiv 2410.17897; convex and trained: modded-nanogpt, record of 2024-11-06
 
@@ -17,8 +16,7 @@ itself.
     U_n = A_n V'_n                   attend(q, k, v)
 
 Cost: at most 2L+1 parameters and 3 Hkv d FLOPs per token and layer; no cache beyond the baseline's, since V'_n is
-stored in the place of V_n; in training, V_1 is kept anyway. SVFormer has (L-1) D Hkv d parameters and L-1 value slots
-less.
+stored in the place of V_n; in training, V_1 is kept anyway. SVFormer saves (L-1) D Hkv d parameters, L-1 value slots.
 
 What breaks without each part: (lam1, lam2) = (0, 1) is the baseline, bit for bit. With V_1 detached, W_1^V learns from
 its own layer only. Mixed a second time, after reading V' from a cache, decoding no longer equals the full forward.

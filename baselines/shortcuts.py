@@ -230,15 +230,12 @@ def flops_per_token(config, T):
     pair that a token sees; its A is kept for the backward pass, so no score is computed again there."""
     flops, L, loop = model.flops_per_token(config, T), config.n_layer, VARIANTS[config.variant][0]
     heads, kv_heads = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    width = {Query: heads, Key: kv_heads, Matrix: config.n_head, Output: heads, NeuTRENO: heads, Hidden: config.n_embd,
+             ResidStart: kv_heads}
+    prefill = decode = 3 * width[loop] * (L if loop is Hidden else L - 1 - config.source)
+    saved = 0
     if loop is Matrix:
-        pairs, seen = 3 * config.n_head * (L - 1), (T + 1) / 2
-        prefill, decode, saved = pairs * seen, pairs * (T + 1), L * 2 * heads * seen
-    else:
-        layers = L if loop is Hidden else L - 1 - config.source
-        width = {Query: heads, Key: kv_heads, Output: heads, NeuTRENO: heads, ResidStart: kv_heads,
-                 Hidden: config.n_embd}
-        prefill = decode = 3 * layers * width[loop]
-        saved = 0
+        prefill, decode, saved = prefill * (T + 1) / 2, decode * (T + 1), L * heads * (T + 1)
     return flops | dict(train=flops["train"] + 3 * prefill - saved, prefill=flops["prefill"] + prefill,
                         decode=flops["decode"] + decode)
 
