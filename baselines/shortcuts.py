@@ -32,8 +32,8 @@ same way, so that one can see why the value is the place.
 Cost: at most 2L parameters, 3 FLOPs for each number mixed, no cache beyond the baseline's. `matrix` cannot use a fused
 attention: it makes a T x T matrix for each head and layer, and training keeps them all.
 
-What breaks without each part: with (lam1, lam2) = (0, 1) every loop is the baseline, bit for bit except `matrix`, whose
-softmax is written out; the zero-started variants begin there. `query`, `key`, `matrix`, `output` and `neutreno` begin
+What breaks without each part: with (lam1, lam2) = (0, 1) and no stream cut, every loop is the baseline, bit for bit
+except `matrix`, whose softmax is written out; the zero-started variants begin there. `query`, `key`, `matrix`, `output` and `neutreno` begin
 at the second layer, so the first entries of their weights are dead; `hidden` mixes after every layer, the last one too.
 
 What the rows do and do not show. (1) "0.5/0.5 hurts, from zero helps" changes three things at once: the weight of
@@ -43,7 +43,8 @@ value shortcut moves what attention carries "without changing where it looks" in
 layer's pattern changes with its input. (4) Dropping MUDD's learned query or key reads does cost loss, so those places
 are not useless.
 
-Where paper, release and this file differ: the release holds NeuTRENO and the value residual alone. Queries and keys are
+Where paper, release and this file differ: the release holds NeuTRENO and the value residual alone. Of the losses above
+2.739 and 2.712 were read in the paper; the others are a later version's, known here at second hand. Queries and keys are
 mixed after QK-norm and rotation, here and for both. For the rotation it makes no difference, since both parts of a mix
 stand at one position; for the norm it does: the mean of two normed queries is shorter, and looks less sharply. The
 released NeuTRENO adds (B, T, H d) to (B, T, Hkv d) and needs Hkv = H; here the value is repeated for its query heads.
