@@ -33,8 +33,9 @@ Cost: at most 2L parameters, 3 FLOPs for each number mixed, no cache beyond the 
 attention: it makes a T x T matrix for each head and layer, and training keeps them all.
 
 What breaks without each part: with (lam1, lam2) = (0, 1) and no stream cut, every loop is the baseline, bit for bit
-except `matrix`, whose softmax is written out; the zero-started variants begin there. `query`, `key`, `matrix`, `output` and `neutreno` begin
-at the second layer, so the first entries of their weights are dead; `hidden` mixes after every layer, the last one too.
+except `matrix`, whose softmax is written out; the zero-started variants begin there. `query`, `key`, `matrix`,
+`output` and `neutreno` begin at the second layer, so the first entries of their weights are dead; `hidden` mixes
+after every layer, the last one too.
 
 What the rows do and do not show. (1) "0.5/0.5 hurts, from zero helps" changes three things at once: the weight of
 H_0, the sum of both weights, and whether they are trained. The hidden arms above take them apart. (2) That a shortcut
@@ -43,12 +44,13 @@ value shortcut moves what attention carries "without changing where it looks" in
 layer's pattern changes with its input. (4) Dropping MUDD's learned query or key reads does cost loss, so those places
 are not useless.
 
-Where paper, release and this file differ: the release holds NeuTRENO and the value residual alone. Of the losses above
-2.739 and 2.712 were read in the paper; the others are a later version's, known here at second hand. Queries and keys are
-mixed after QK-norm and rotation, here and for both. For the rotation it makes no difference, since both parts of a mix
-stand at one position; for the norm it does: the mean of two normed queries is shorter, and looks less sharply. The
-released NeuTRENO adds (B, T, H d) to (B, T, Hkv d) and needs Hkv = H; here the value is repeated for its query heads.
-A stream that starts at H_s is read as: blocks 1..s write attention + FFN without adding what they were given.
+Where paper, release and this file differ: the release holds NeuTRENO and the value residual alone. Of the losses
+above 2.739 and 2.712 were read in the paper; the others are a later version's, known here at second hand. Queries and
+keys are mixed after QK-norm and rotation, here and for both. For the rotation it makes no difference, since both
+parts of a mix stand at one position; for the norm it does: the mean of two normed queries is shorter, and looks less
+sharply. The released NeuTRENO adds (B, T, H d) to (B, T, Hkv d) and needs Hkv = H; here the value is repeated for its
+query heads. A stream that starts at H_s is read as: blocks 1..s write attention + FFN without adding what they were
+given.
 """
 from dataclasses import dataclass
 
