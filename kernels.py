@@ -198,6 +198,32 @@ class History:
         return [m.view_as(self.x) for m in mixed]
 
 
+# A norm without gain is one number r for each token, so it may as well be taken after a product: RMSNorm(x) W = r (x W). The
+# normed (N, D) is then neither written nor kept, and the backward pass needs x alone.
+
+
+class NormedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, W, eps):
+        r = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + eps).rsqrt()
+        z = (x @ W.T) * r
+        ctx.save_for_backward(x, W, r, z)
+        return z
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dz):
+        x, W, r, z = ctx.saved_tensors
+        of_r = -(dz * z).sum(dim=-1, keepdim=True) * r.square() / x.size(-1)        # dr/dx = -r^3 x / D, and x W = z / r
+        dz = dz * r
+        return (dz @ W).addcmul_(of_r, x), dz.T @ x, None
+
+
+def normed_product(x, W, eps):
+    """RMSNorm(x) W^T for x (B, T, D), W (K, D) -> (B, T, K)"""
+    return NormedProduct.apply(x.flatten(0, 1), W, eps).unflatten(0, x.shape[:2])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The mix of Depth-Attention
 #

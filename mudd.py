@@ -61,11 +61,11 @@ class Dynamic(Static):
     """Step 2: A_i = GELU(RMSNorm(X_i) W1) W2 + a_i, from the token's newest state X_i. -> (B, T, C, S)"""
 
     def forward(self, x):
-        h = F.gelu(self.w1(self.norm(x)))                                # (B, T, K)
+        h = F.gelu(self.project(x))                                      # (B, T, K)
         return F.linear(h, self.w2).unflatten(-1, self.a.shape) + self.a
 
-    def norm(self, x):
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps)                 # without a gain
+    def project(self, x):
+        return self.w1(F.rms_norm(x, x.shape[-1:], eps=self.eps))        # a norm without gain
 
 
 class MUDD(GPT):
@@ -112,7 +112,9 @@ class MUDD(GPT):
 
     def compile_pieces(self):
         super().compile_pieces()
-        kernels.compile_methods((g for g in self.generators if isinstance(g, Dynamic)), "norm")
+        for g in self.generators:
+            if isinstance(g, Dynamic):
+                kernels.replace_method(g, "project", lambda g, x: kernels.normed_product(x, g.w1.weight, g.eps))
         kernels.replace_method(self, "history", lambda self, x: kernels.History(x, self.config.n_layer + 1))
         kernels.replace_method(self, "mix", lambda self, n, A, X: X.mix(A, self.config.dilation))
 
