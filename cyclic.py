@@ -61,7 +61,7 @@ def iterate(model, x, positions, past, groups, passes, grad_passes):
     states = x.expand(model.sources, *x.shape)                            # (S, B, T, D): the embedding at every depth
     boundary = passes - grad_passes if torch.is_grad_enabled() else 0
     for p in range(passes):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and p >= boundary):
+        with gradients(torch.is_grad_enabled() and p >= boundary):
             if p in (0, boundary):
                 channels = past.join(Channels(*model.pool(states, positions), positions))
             done = []
@@ -109,6 +109,13 @@ def run(model, x, cache=None):
     if model.trace is not None:                                           # all in order, reading what the schedule left
         model.stack(x, positions, past.join(new))
     return output
+
+
+def gradients(on):
+    """torch.set_grad_enabled. Weights that autocast has cast without gradients would carry none: they are cast again."""
+    if on:
+        torch.clear_autocast_cache()
+    return torch.set_grad_enabled(on)
 
 
 class Channels(NamedTuple):
@@ -207,9 +214,9 @@ class FeedbackGPT(GPT):
 
 
 def flops(config, T, layers, body, pool, top_is_read, seen, seen_last):
-    """`flops_per_token` of `layers` layers run by config.schedule. `body`: a layer's matrix products, `pool`: what one token
-    publishes, `seen`: how many slots a token reads on average, `seen_last`: the last one. The first pass reads a pool of
-    the embeddings; the boundary pools once more. `top_is_read`: the pool reads the output of the top layer."""
+    """`flops_per_token` of `layers` layers run by config.schedule. body: a layer's matrix products, pool: what publishing
+    a token takes, seen: how many slots a token reads on average, seen_last: how many the last one. The first pass reads
+    a pool of the embeddings; the boundary pools once more. top_is_read: the pool reads the top layer's output."""
     pair = 4 * config.n_head * config.head_dim
     exact = config.schedule == "autoregressive"
     passes, grad_passes = (1, 1) if exact else (config.passes, config.grad_passes)
