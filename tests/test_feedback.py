@@ -50,7 +50,8 @@ def test_it_is_its_definition_and_so_is_decoding(n_layer, n_kv_head, window):
     torch.testing.assert_close(decoded, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("schedule, groups, passes", [("autoregressive", 1, 1), ("jacobi", 1, 2), ("cyclic", 3, 1), ("contiguous", 3, 2)])
+@pytest.mark.parametrize("schedule, groups, passes", [("autoregressive", 1, 1), ("jacobi", 1, 2), ("cyclic", 3, 1),
+                                                      ("contiguous", 3, 2)])
 @pytest.mark.parametrize("window", [None, 3])
 def test_no_token_reads_a_later_one(schedule, groups, passes, window):
     model, idx = make_arm("feedback", window=window), ids(2, 12)
@@ -83,7 +84,7 @@ def test_the_mixture_is_a_softmax():
     assert build("feedback", **SMALL).w.softmax(0).eq(0.2).all()
 
 
-@pytest.mark.parametrize("how", [dict(), dict(schedule="jacobi", passes=2), dict(schedule="cyclic", groups=4, passes=1)])
+@pytest.mark.parametrize("how", [dict(), dict(schedule="jacobi", passes=2), dict(schedule="cyclic", groups=4)])
 def test_it_is_white_matter_with_one_fixed_channel_and_no_norms_in_the_pool(how):
     """k=1 static softmax over S=L+1, shared projection, no pre-mix norm: equals the Feedback Transformer loop."""
     model, idx = make(), ids(2, 12)
