@@ -210,9 +210,9 @@ class FeedbackGPT(GPT):
 
 
 def flops(config, T, layers, body, pool, top_is_read, seen, seen_last):
-    """`flops_per_token` of `layers` layers run by config.schedule. `body`: a layer's matrix products, `pool`: what one token
-    publishes, `seen`: how many slots a token reads on average, `seen_last`: the last one. The first pass reads a pool of
-    the embeddings; the boundary pools once more. `top_is_read`: the pool reads the output of the top layer."""
+    """`flops_per_token` of `layers` layers run by config.schedule. body: a layer's matrix products, pool: what publishing
+    a token takes, seen: how many slots a token reads on average, seen_last: how many the last one. The first pass reads
+    a pool of the embeddings; the boundary pools once more. top_is_read: the pool reads the top layer's output."""
     pair = 4 * config.n_head * config.head_dim
     exact = config.schedule == "autoregressive"
     passes, grad_passes = (1, 1) if exact else (config.passes, config.grad_passes)

@@ -17,8 +17,8 @@ the lowest layer of the next one. The price is that tokens must be computed one 
 Cost: one slot of cache in place of L; (L-1)(2 D Hkv d + d) parameters less, L + 1 more; decoding below the baseline's.
 Training takes T L steps one after the other, or a schedule of cyclic.py: the default is three passes of eight groups.
 
-What breaks without each part: with its own memory in view a token would have to be finished before it starts. With all
-of w on the embedding there is no feedback, and one pass is exact. Token 0 has no memory: it skips attention, not the rest.
+What breaks without each part: with its own memory in view a token would have to be finished before it starts; so token
+0 has nothing to read, and skips attention. With all of w on the embedding nothing feeds back, and one pass is exact.
 
 Where paper, release and this file differ. The paper trains token by token (here schedule=autoregressive) and has no
 pre-norm decoder of this kind. The projections shared by all layers are those of its later version. The mixture is

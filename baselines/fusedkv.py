@@ -13,9 +13,9 @@ tokens themselves are still in view, the keys on layer n, where the context is. 
     a_i, b_i, of keys                 block.a, block.b       (Hkv, 1, d/2): one number for both of a rotary pair
     c_i, e_i, of values               block.c, block.e       (Hkv, 1, d)
 
-Cost: half of the baseline's cache; L/2 times 2 D Hkv d + d parameters less, 3 Hkv d more. A layer above n fuses the whole
-cache again at every decoded token, 6 Hkv d FLOPs for each token in it: the price of storing half. A prefill runs the
-upper half for the last token only.
+Cost: half of the baseline's cache; in each upper layer 2 D Hkv d + d parameters less and 3 Hkv d more. An upper layer
+fuses the whole cache again at every decoded token, 6 Hkv d FLOPs for each token in it: the price of storing half. A
+prefill runs the upper layers for the last token only.
 
 What breaks without each part: with two numbers for one rotary pair, a fused key is no longer a vector turned by its
 position, so scores depend on more than distances. `lite` is K^i = K^n and V^i = V^1, with nothing to learn.

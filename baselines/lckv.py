@@ -19,14 +19,14 @@ baseline's. Training and prefill take nine passes through the block; only the tw
 
 What breaks without each part: without the mask on the diagonal a token would have to be finished before it starts. In
 the release, with one gradient pass, W^K and W^V learn nothing from the layers below the top, since those read a pass
-without gradients; cyclic.py projects once more at the boundary. Without warm-up layers the paper's loss is clearly worse.
+without gradients; cyclic.py projects once more at the boundary. Without warm-up layers the loss is worse (the paper's).
 
 Where paper, release and this file differ. This is the model that the WhiteMatter authors compare, less the second norm
 that they put between the top layer's norm and the projections, with gains of its own for K and for V. In the release
 the top layer is an ordinary one, which reads itself too; the first pass reads zeros, here a projection of the block's
-input; prompts of up to m + b tokens run one by one, here config.schedule decides. The release's plain attention adds two
-masks of finite minima, so that the first token reads every later one; its decoding masks the newest slot in place of
-the empty one, so that a token misses the one before it. Here masks are boolean, and a token without a past gets 0.
+input; prompts of up to m + b tokens run one by one, here config.schedule decides. Its plain attention adds two masks of
+finite minima, so that the first token reads every later one; its decoding masks the newest slot in place of the empty
+one, so that a token misses the one before it. Here masks are boolean, and a token without a past gets 0.
 """
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ from whitematter import QueryBlock
 class LCKV(FeedbackGPT):
     def layers(self, x, rope, cache=None):
         x = self.warm_up(self.below, x, rope, cache)
-        x = cyclic.run(self, x, cache)                                   # the block: a schedule of calls to stack and pool
+        x = cyclic.run(self, x, cache)                                   # the block: a schedule of stack and pool
         return self.warm_up(self.above, x, rope, cache)
 
     def stack(self, x, positions, channels):

@@ -14,7 +14,7 @@ def make(variant="fused", **overrides):
 
 
 def by_hand(model, idx, fuse, start=0):
-    """The loop over layers, with the keys before the rotation in view: fuse(block, K1, V1, Kn, Vn) -> K^i, V^i, unrotated."""
+    """The loop over layers with keys that are not rotated yet: fuse(block, K1, V1, Kn, Vn) -> K^i, V^i."""
     x, rope, stored = model.embed(idx), model.rope(torch.arange(start, start + idx.size(1))), []
     for i, block in enumerate(model.blocks):
         h = block.norm1(x)
@@ -42,19 +42,21 @@ def test_fusing_rotated_keys_is_rotating_fused_keys(n_layer, n_kv_head):
 def test_with_two_numbers_for_one_pair_it_is_not():
     model, idx = make(), ids(2, 20)
     one_sided = torch.cat((torch.ones(4), 1.2 * torch.ones(4)))
-    halves = model.fuse
-    model.fuse = lambda block, k1, v1, kn, vn: (halves(block, one_sided * k1, v1, one_sided * kn, vn)[0],
-                                                halves(block, k1, v1, kn, vn)[1])
-    unpaired = lambda block, K1, V1, Kn, Vn: (one_sided * paired(block, K1, V1, Kn, Vn)[0], paired(block, K1, V1, Kn, Vn)[1])
+    fuse = model.fuse
+    model.fuse = lambda block, k1, v1, kn, vn: (fuse(block, one_sided * k1, v1, one_sided * kn, vn)[0],
+                                                fuse(block, k1, v1, kn, vn)[1])
+
+    def unpaired(block, *stored):
+        K, V = paired(block, *stored)
+        return one_sided * K, V
     assert (model(idx) - by_hand(model, idx, unpaired)).abs().max() > 1e-3
     assert (by_hand(model, idx, unpaired) - by_hand(model, idx, unpaired, start=4)).abs().max() < 1e-11
 
 
 def test_scores_depend_on_distances_only():
     model, idx = make(), ids(2, 20)
-    x = model.embed(idx)
-    torch.testing.assert_close(model.layers(x, model.rope(torch.arange(20))), model.layers(x, model.rope(torch.arange(4, 24))),
-                               rtol=0, atol=1e-11)
+    near, far = (model.layers(model.embed(idx), model.rope(torch.arange(20) + start)) for start in (0, 4))
+    torch.testing.assert_close(near, far, rtol=0, atol=1e-11)
 
 
 def test_zeros_and_ones_are_lite():
@@ -62,19 +64,21 @@ def test_zeros_and_ones_are_lite():
     lite, fused, idx = build("fusedkv", **SMALL, variant="lite"), build("fusedkv", **SMALL), ids(2, 20)
     assert torch.equal(lite(idx), fused(idx))
     lite, fused = lite.double(), make()
-    torch.testing.assert_close(lite(idx), by_hand(lite, idx, lambda block, K1, V1, Kn, Vn: (Kn, V1)), rtol=0, atol=1e-11)
-    fused.load_state_dict({name: p for name, p in lite.state_dict().items()})
+    expected = by_hand(lite, idx, lambda block, K1, V1, Kn, Vn: (Kn, V1))
+    torch.testing.assert_close(lite(idx), expected, rtol=0, atol=1e-11)
+    fused.load_state_dict(lite.state_dict())
     assert torch.equal(lite(idx), fused(idx))
     assert not {"blocks.2.a", "blocks.3.e"} & {name for name, _ in lite.named_parameters()}
 
 
 def test_the_chain_is_multiplied_out_at_the_start():
-    """K^i = a_i K^(i-1) + b_i K^n and V^i = c_i V^(i-1) + e_i V^1, where i-1 is the fused layer below, with the raw draws."""
+    """K^i = a_i K^(i-1) + b_i K^n and V^i = c_i V^(i-1) + e_i V^1, i-1 the fused layer below, with the raw draws."""
     model, idx, below = build("fusedkv", **SMALL | dict(n_layer=6), variant="chain").eval().double(), ids(2, 20), {}
 
     def chained(block, K1, V1, Kn, Vn):
         i = list(model.blocks).index(block)
-        a, b, c, e = (normal(model.config, f"blocks.{i}.{name}", 2, 1, w, std=1.0) for name, w in zip("abce", (4, 4, 8, 8)))
+        a, b, c, e = (normal(model.config, f"blocks.{i}.{name}", 2, 1, width, std=1.0)
+                      for name, width in (("a", 4), ("b", 4), ("c", 8), ("e", 8)))
         K, V = below.get(i - 1, (K1, None))
         below[i] = (a.repeat(1, 1, 2) * K + b.repeat(1, 1, 2) * Kn, c * V1 + e * Vn if V is None else c * V + e * V1)
         return below[i]

@@ -1,5 +1,5 @@
-"""LCKV against its definition. Code with the defects of the official release, a first token that reads every later one and
-a decoding that misses the token before, fails these tests."""
+"""LCKV against its definition. Code with the defects of the official release, a first token that reads every later one
+and a decoding that misses the token before, fails these tests."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def run(model, idx, schedule="autoregressive", passes=1, grad_passes=1):
 
 
 def by_hand(model, idx):
-    """The definition, token by token with lists for caches; warm-up layers read a token's own slot, the block does not."""
+    """The definition, token by token, with lists for caches; warm-up layers read a token's own slot, the block not."""
     config, out = model.config, []
     bottom, top = config.w // 2, config.n_layer - (config.w - config.w // 2)
     channel, own = ([], []), [([], []) for _ in model.blocks]
@@ -44,18 +44,20 @@ def by_hand(model, idx):
     return model.head(model.norm(torch.cat(out, dim=1)))
 
 
-@pytest.mark.parametrize("n_layer, w, n_kv_head", [(5, 2, 2), (5, 2, 1), (5, 3, 4), (4, 0, 2), (4, 3, 2), (2, 1, 2), (1, 0, 2)])
+@pytest.mark.parametrize("n_layer, w, n_kv_head", [(5, 2, 2), (5, 2, 1), (5, 3, 4), (4, 0, 2), (4, 3, 2), (2, 1, 2),
+                                                   (1, 0, 2)])
 def test_it_is_its_definition_and_so_is_decoding(n_layer, w, n_kv_head):
     model, idx = make(n_layer=n_layer, w=w, n_kv_head=n_kv_head), ids(2, 12)
     expected, cache = by_hand(model, idx), model.new_cache(2)
     torch.testing.assert_close(run(model, idx), expected, rtol=0, atol=1e-11)
     torch.testing.assert_close(run(model, idx, "jacobi", passes=12), expected, rtol=0, atol=1e-11)
     model.config.schedule, model.config.passes = "jacobi", 3
-    decoded = torch.cat([model(token, cache=cache) for token in idx.split(1, dim=1)], dim=1)       # exact by any schedule
+    decoded = torch.cat([model(token, cache=cache) for token in idx.split(1, dim=1)], dim=1)
     torch.testing.assert_close(decoded, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("schedule, passes", [("autoregressive", 1), ("jacobi", 1), ("jacobi", 2), ("jacobi", 9), ("cyclic", 2)])
+@pytest.mark.parametrize("schedule, passes", [("autoregressive", 1), ("jacobi", 1), ("jacobi", 2), ("jacobi", 9),
+                                              ("cyclic", 2)])
 def test_no_token_reads_a_later_one(schedule, passes):
     """Bit for bit, from every token, converged or not; in the release the last token changes the first one's logits."""
     model, idx = make_arm("lckv", n_layer=5), ids(2, 12)
@@ -68,7 +70,7 @@ def test_no_token_reads_a_later_one(schedule, passes):
 
 
 def test_the_first_token_reads_nothing_in_the_block():
-    """Its logits are those of the token alone, whatever follows; its attention output is 0, and its gradients are finite."""
+    """Its logits are those of the token alone, its attention output is 0, and its gradients are finite."""
     model, idx = make(w=0), ids(2, 12)
     x = model.embed(idx[:, :1])
     for block in model.blocks:
@@ -102,8 +104,8 @@ def test_jacobi_gets_one_more_token_right_with_each_pass():
 
 @pytest.mark.parametrize("passes", [1, 2, 3, 12])
 def test_without_warm_up_it_is_white_matter_with_one_fixed_channel(passes):
-    """k=1, static, last source: equals the LCKV block (w=0), also where the passes have not converged. The second norm of
-    WhiteMatter's pool holds the gain, the first one's is 1."""
+    """k=1, static, last source: equals the LCKV block (w=0), also where the passes have not converged. The second norm
+    of WhiteMatter's pool holds the gain, the first one's is 1."""
     model, idx, tiny = make(n_layer=4, w=0, norm_eps=1e-15), ids(2, 12), 1e-15
     wm = build("whitematter", **SMALL, k=1, router="static", norm_eps=tiny).eval().double()
     wm.load_state_dict({name: p for name, p in model.state_dict().items() if name in wm.state_dict()}, strict=False)
@@ -177,7 +179,7 @@ def test_passes_without_gradients_do_not_spoil_those_with_under_autocast():
 
 @pytest.mark.parametrize("w", [4, 7])
 def test_flops_are_the_papers_less_what_we_do_not_do(w):
-    """The paper counts an ignored router (4 M^2 D) and a mix (4 M D) in every pool; we pool the embeddings once more."""
+    """The paper counts an ignored router (4 M^2 D) and a mix (4 M D) in every pool; we pool the embeddings too."""
     config = make(n_layer=16, w=w).config
     config.schedule, config.passes, config.grad_passes = "jacobi", 9, 2
     ours, paper = lckv.flops_per_token(config, 20), paper_flops("lckv", config, 20)

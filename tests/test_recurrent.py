@@ -4,25 +4,24 @@ import torch
 
 import baselines.recurrent as recurrent
 import model as baseline
+from model import attend, attend_explicit
 from tests.test_contract import SMALL, ids, make as make_arm
 from train import build
+from whitematter import WhiteMatter, WhiteMatterConfig
 
 
 def make(variant="tiled", **overrides):
     return make_arm("recurrent", variant=variant, **overrides).double()
 
 
-def token_by_token(model, idx, self_key=True):
+def token_by_token(model, idx):
     """The definition, with the other order of loops: each token goes through all layers before the next one starts."""
-    config, (B, T) = model.config, idx.shape
-    g, past, out = config.n_head // config.n_kv_head, [([], []) for _ in model.blocks], []
-    for t in range(T):
+    past, out = [([], []) for _ in model.blocks], []
+    for t in range(idx.size(1)):
         x, rope = model.embed(idx[:, t:t + 1]), model.rope(torch.tensor([t]))
         for block, (K, V) in zip(model.blocks, past):
             q, k0, v0 = block.qkv(x, rope)
-            keys, values = (torch.cat([*s, own] if self_key else s, dim=2).repeat_interleave(g, 1)
-                            for s, own in ((K, k0), (V, v0))) if self_key or K else (q, 0 * q)
-            x = block.finish(x, (q @ keys.transpose(-2, -1) / config.head_dim ** 0.5).softmax(-1) @ values)
+            x = block.finish(x, attend_explicit(q, torch.cat((*K, k0), dim=2), torch.cat((*V, v0), dim=2)))
             K.append(block.k(block.norm1(x), rope))
             V.append(block.v(block.norm1(x)))
         out.append(x)
@@ -52,7 +51,7 @@ def test_tiled_is_the_loop_with_its_gradients(T):
 def test_the_tiles_are_the_papers(T, monkeypatch):
     """After token t, U keys up to t, U the largest power of two that divides t + 1, go to the next U queries."""
     tiles, read = [], recurrent.read
-    monkeypatch.setattr(recurrent, "read", lambda q, K, *rest: tiles.append((q.size(2), K.size(2))) or read(q, K, *rest))
+    monkeypatch.setattr(recurrent, "read", lambda q, K, *a: tiles.append((q.size(2), K.size(2))) or read(q, K, *a))
     make(n_layer=1)(ids(1, T))
     powers = [(t + 1) & -(t + 1) for t in range(T - 1)]
     assert tiles[1:] == [(min(U, T - 1 - t), U) for t, U in enumerate(powers)]
@@ -83,12 +82,42 @@ def test_a_token_reads_its_own_input_and_its_own_pair_is_for_others():
     block, x, rope = model.blocks[0], model.embed(idx), model.rope(torch.arange(10))
     before = model.layers(x, rope)
     kv = block.kv
-    spoil = lambda y, r: tuple(t + 1.0 * torch.equal(r[0], rope[0][5:6]) for t in kv(y, r))
-    block.kv = spoil
+    block.kv = lambda y, r: tuple(t + 1.0 * torch.equal(r[0], rope[0][5:6]) for t in kv(y, r))
     after = model.layers(x, rope)
     assert torch.equal(before[:, :6], after[:, :6]) and (before[:, 6:] - after[:, 6:]).abs().amax(-1).min() > 1e-6
     o = block.finish(x[:, :1], block.v(block.norm1(x[:, :1])).repeat_interleave(2, 1))    # one key: its weight is 1
     torch.testing.assert_close(before[:, :1], o)
+
+
+class WithSelfKey(WhiteMatter):
+    """WhiteMatter, each layer of which also reads a temporary pair of the token's own input; `donors` project it."""
+
+    def stack(self, x, positions, channels):
+        rope, states = self.rope(positions), [x]
+        for l, (block, donor) in enumerate(zip(self.blocks, self.donors)):
+            k0, v0 = donor.kv(x, rope)
+            k, v = torch.cat((channels.k[l], k0), dim=2), torch.cat((channels.v[l], v0), dim=2)
+            x = block.finish(x, attend(block.query(x, rope), k, v))
+            states.append(x)
+        return x, torch.stack(states)
+
+
+def test_it_is_white_matter_that_publishes_each_layers_output_with_a_self_key():
+    """k=L, S=L+1, one-hot l+1; adding a temporary self key from the layer input gives RT. Without it, it is not."""
+    model, idx, tiny = make(norm_eps=1e-15), ids(2, 12), 1e-15
+    config = WhiteMatterConfig(**SMALL, k=4, router="static", norm_eps=tiny, schedule="autoregressive")
+    wm = WithSelfKey(config).eval().double()
+    wm.load_state_dict({name: p for name, p in model.state_dict().items() if name in wm.state_dict()}, strict=False)
+    wm.donors = list(model.blocks)
+    for r, name in ((wm.keys, "wk"), (wm.values, "wv")):
+        r.router.bias.data = torch.eye(5, dtype=torch.float64)[1:]         # channel l is h_{l+1}, the output of layer l
+        r.pre.weight.data.fill_(1.0)
+        r.post.weight.data, r.post.eps = torch.stack([block.norm1.weight.data for block in model.blocks]), tiny
+        r.weight.data = torch.stack([getattr(block, name).weight.data for block in model.blocks])
+    wm.k_norm.weight.data = torch.stack([block.k_norm.weight.data for block in model.blocks]).view_as(wm.k_norm.weight)
+    torch.testing.assert_close(model(idx), wm(idx), rtol=0, atol=1e-10)
+    wm.stack = lambda *inputs: WhiteMatter.stack(wm, *inputs)
+    assert (model(idx) - wm(idx)).abs().max() > 1e-2
 
 
 def test_the_cache_holds_permanent_pairs():
