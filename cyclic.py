@@ -138,21 +138,26 @@ class Channels(NamedTuple):
 
     def seen_by(self, positions, window=math.inf):
         """Which slots queries at `positions` (n,), in rising order, may read: those at smaller positions, of these the
-        newest `window`. For `attend`: (how many slots the last query sees or could, mask (n, that many) or None where
-        all see all)."""
-        reach = int((self.positions < positions[-1]).sum())
-        distance = positions[:, None] - self.positions[:reach]
-        mask = (0 < distance) & (distance <= window)
-        return reach, None if mask.all() else mask.to(self.k.device, non_blocking=True)
+        newest `window`. For `attend`: [(queries, how many slots the last of them sees, mask or None where all see all)].
+        Many queries are cut into four, the first of which need not meet the keys that only later ones see."""
+        seen, n = [], len(positions)
+        for rows in contiguous(n, max(1, min(4, n // 64))):
+            distance = positions[rows][:, None] - self.positions[self.positions < positions[rows][-1]]
+            mask = (0 < distance) & (distance <= window)                  # (rows, reach)
+            seen.append((rows, mask.size(1), None if mask.all() else mask.to(self.k.device, non_blocking=True)))
+        return seen
 
 
 def attend(q, k, v, seen):
     """Attention over past slots. q (B, H, n, d), k and v (B, Hkv, N, d), seen from Channels.seen_by -> (B, H, n, d).
     A query that sees no slot gets exactly 0, and gives every key and value the gradient 0."""
-    reach, mask = seen
-    if reach == 0:
+    pieces = [attend_rows(q[:, :, rows], k[:, :, :reach], v[:, :, :reach], mask) for rows, reach, mask in seen]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def attend_rows(q, k, v, mask):
+    if k.size(2) == 0:
         return torch.zeros_like(q)
-    k, v = k[:, :, :reach], v[:, :, :reach]
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     blind = ~mask.any(dim=1, keepdim=True)                                # (n, 1); a softmax over nothing would be NaN,

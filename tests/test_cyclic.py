@@ -1,5 +1,7 @@
 """The schedules, on a small WhiteMatter in fp64 whose routers are moved off 0. Names like S2 are items of the checklist
 in docs and specification: C causality, S schedules, G gradients, N numerics."""
+import math
+
 import pytest
 import torch
 
@@ -113,6 +115,22 @@ def test_attend_is_the_explicit_softmax_over_smaller_positions(positions):
     for row, i in enumerate(positions):
         scores = (q[:, :, row:row + 1] @ K[:, :, :i].transpose(-2, -1)) / 8 ** 0.5
         torch.testing.assert_close(output[:, :, row:row + 1], scores.softmax(-1) @ V[:, :, :i])
+
+
+@pytest.mark.parametrize("step, window", [(1, math.inf), (3, math.inf), (3, 50)])
+def test_many_queries_are_cut_into_four_and_nothing_changes(step, window):
+    """C4: against one dense mask, values and gradients; 261 queries are not divisible by four."""
+    at = torch.arange(0, 261 * step, step)
+    q, k, v = (torch.randn(1, h, n, 4, dtype=torch.float64, requires_grad=True) for h, n in ((4, 261), (2, 800), (2, 800)))
+    seen = Channels(k[None], v[None], torch.arange(800)).seen_by(at, window)
+    assert len(seen) == 4 and seen[0][1] < 70 * step
+    distance = at[:, None] - torch.arange(800)
+    scores = (q @ k.repeat_interleave(2, dim=1).transpose(-2, -1) / 2).masked_fill((distance <= 0) | (distance > window), -1e9)
+    dense = torch.cat((torch.zeros_like(q[:, :, :1]), (scores.softmax(-1) @ v.repeat_interleave(2, dim=1))[:, :, 1:]), dim=2)
+    weights = torch.randn_like(q)
+    for ours, theirs in zip(*(((output,) + torch.autograd.grad((output * weights).sum(), (q, k, v)))
+                              for output in (attend(q, k, v, seen), dense))):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_the_first_token_reads_the_dummy_alone():
