@@ -12,6 +12,15 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def own_graphs(request):
+    """A test that compiles counts its own graphs: none is left from the test before it."""
+    if request.node.get_closest_marker("slow"):
+        import torch._dynamo
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory):
     """A data set of 6,000 bytes to train on and 700 held out: text with a pattern that a small model can learn."""
