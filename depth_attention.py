@@ -1,40 +1,42 @@
 """
-Depth-Attention: before a layer attends over the sequence, its query attends over the layers below, and mixes their values.
+Depth-Attention: before a layer attends over the sequence, its query attends over earlier layers and mixes their values.
 
 The value that a token offers at layer l is made from that layer's input alone. Here the token first looks down its own
 column: its query is compared with the keys that it had in earlier layers and in this one, and the softmax weights mix
-the values of those layers. The mixed value takes the place of v in the ordinary attention that follows, in the KV cache,
+the values of those layers. The mixed value takes the place of v in the ordinary attention that follows, in the cache,
 and as a source for later layers. Keys are never mixed, no other token is read, and no parameter is added.
 
     Depth-Attention, arXiv 2606.05014
 
-    notation (the spec's)                 here
+    symbol                                here
     q_l, k_l after RoPE                   q, k              (B, H, T, d), (B, Hkv, T, d)    layers count from 0
     v_l                                   v, before the mix (B, Hkv, T, d)
     S(l), the sources of layer l          sources(l, stride, recent)
     qbar, mean query of a KV head         q in depth_mix    (B, Hkv, T, d)
-    a_{l,j}, softmax of <qbar, k_j>/d^.5  a                 (n, B, Hkv, T): n candidates, the sources and l itself
-    vt_l = sum_j a_{l,j} vt_j             v, after the mix  (B, Hkv, T, d); vt_0 = v_0
+    e_{l,j} = <qbar, k_j> / sqrt(d)       e                 (n, B, Hkv, T): n candidates, the sources and l itself
+    a_{l,j}, their softmax                a                 (n, B, Hkv, T)
+    vt_l = sum_j a_{l,j} vt_j             v, after the mix  (B, Hkv, T, d); vt_0 = v_0; at j = l the layer's own v_l
 
 Cost: no parameter, no cache beyond the baseline's. 4 n Hkv d + H d FLOPs per token and layer: 0.009 % and 0.006 % of a
-forward pass at the 1.5B and 3B dimensions with stride L/2. The paper's "under 0.01 %" leaves only that reading: with all
-layers as sources it would be 0.067 %, with one mix for each query head 0.026 %. It is memory traffic, not arithmetic.
+forward pass at the 1.5B and 3B dimensions with stride L/2. The paper's "under 0.01 %" leaves only that reading: all
+layers as sources would be 0.067 %, one mix for each query head 0.026 %. What it costs is memory traffic: each source's
+key and value are read again. A forward holds k and vt of the tokens at hand, once; in training they are kept anyway.
 
-What breaks without each part: with vt_j replaced by v_j the sources are not what the cache holds. Averaging the softmax
-weights of a group's heads instead of their queries is another function. With a norm after RoPE instead of before it, the
-rotation no longer cancels in <q, k_j> and the weights depend on the position. A mixed value is final once written: mixed
-again after reading the cache, with the query of a later token, decoding no longer equals the full forward. The model
-neither starts as the baseline (at the start each of n candidates weighs about 1/n) nor contains it; stride=0 is it.
+What breaks without each part: with v_j for vt_j the sources are not what the cache holds. Averaging the softmax weights
+of a group's heads instead of their queries is another function. With a norm after RoPE instead of before it the rotation
+no longer cancels in <q, k_j>, and the weights depend on the position. A mixed value is final once written: mixed again
+after reading the cache, with the query of a later token, decoding no longer equals the full forward. The model does not
+start as the baseline (each of n candidates weighs about 1/n at first); stride=0 is the baseline, bit for bit.
 
 What a laptop can show: with 6 layers and stride L/2 the sources are layers 0 and 3, nearly a value residual with a gate
-for each token and head. The smallest published model has 360M parameters; a null result at this size contradicts nothing.
+for each token and head. The smallest published model has 360M parameters: a null result at this size contradicts nothing.
 
 Where paper, release and this file differ. Only the abstract was at hand, so the formulas follow a first author's code
 (hyq718/Depth-Attention). It norms queries before RoPE and keys after it; here both before. From a cache it mixes past
 values anew with the newest query, and masks so that only position 0 is seen; here the cache holds vt and is exact.
 
-Looped: a prelude, a stretch of layers run R times with the same weights, a coda. The abstract says that the gains extend
-to looped models; no code or text of it was available, so that part is this project's: a layer's sources are the same
+Looped: a prelude, a stretch of layers run R times with the same weights, a coda. The abstract says that gains extend to
+looped models; no code or text of that was available, so it is this project's choice: a layer's sources are the same
 layer in earlier rounds, whose keys live in one space. Where a round changes nothing, neither does the mix. It has as
 many cache slots as steps; the gradient runs through all rounds; the number of rounds may be changed in a trained model.
 """
@@ -121,10 +123,10 @@ class LoopedDepthAttention(DepthAttention):
 
 @dataclass
 class LoopedConfig(DepthAttentionConfig):
-    stride: int = 1                    # every stride-th round of the same layer is a source (0: none, a plain looped model)
+    stride: int = 1                    # every stride-th earlier round is a source (0: none, the plain looped model)
     recent: int = 0                    # so many rounds right before are sources too
-    prelude: int | None = None         # layers that run once, before the loop (default: 1, or 0 with fewer than 3 layers)
-    coda: int | None = None            # layers that run once, after it (default: likewise); those between are the loop
+    prelude: int | None = None         # layers run once, before the loop (default: 1, or 0 with fewer than 3 layers)
+    coda: int | None = None            # layers run once, after it (default: likewise); those between are the loop
     rounds: int = 2                    # how often the loop runs; no weight depends on it
 
     def __post_init__(self):
@@ -136,8 +138,8 @@ class LoopedConfig(DepthAttentionConfig):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: give a whole number of at least {least}")
         if self.prelude + self.coda >= self.n_layer:
-            raise ValueError(f"prelude={self.prelude} and coda={self.coda} leave no layer of n_layer={self.n_layer} to the "
-                             f"loop: give more layers, or a shorter prelude and coda")
+            raise ValueError(f"prelude={self.prelude} and coda={self.coda} leave no layer of n_layer={self.n_layer} to "
+                             f"the loop: give more layers, or a shorter prelude and coda")
 
     @property
     def steps(self):

@@ -227,24 +227,24 @@ def normed_product(x, W, eps):
 # ---------------------------------------------------------------------------------------------------------------------
 # The mix of Depth-Attention
 #
-# Plain: stack the keys and the values of all candidates, and keep products of that size for the backward. With n sources
-# below layer n that is O(L^2) memory. But scores, mixed value and every gradient are made of three maps that take one
-# candidate after the other and copy none: `dots`, `weighted_sum` and `scaled`. A few candidates at a time, so that two
-# compiled forms of each map serve every layer, however many sources it has.
+# Plain: for every candidate a product with the query, a product with its weight and a sum, each reading and writing whole
+# (B, Hkv, T, d) tensors, and twice that in the backward. But scores, mixed value and all gradients come from three maps,
+# `dots`, `weighted_sum` and `scaled`, which read a candidate once. They take a few candidates at a time, so that compiled
+# forms for two lengths serve every layer, however many sources it has.
 
 
 AT_A_TIME = 4
 
 
 def in_parts(items):
-    """Parts of AT_A_TIME items, then of one: two lengths in all."""
-    whole = len(items) - len(items) % AT_A_TIME
-    return [items[i:i + AT_A_TIME] for i in range(0, whole, AT_A_TIME)] + [items[i:i + 1] for i in range(whole, len(items))]
+    """Lists of AT_A_TIME items, then of one: two lengths in all."""
+    items, whole = list(items), len(items) - len(items) % AT_A_TIME
+    return [items[i:i + AT_A_TIME] for i in range(0, whole, AT_A_TIME)] + [[item] for item in items[whole:]]
 
 
 def dots(x, ys, dtype):
-    """x, ys (..., d) -> <x, y_j> (n, ...)"""
-    return torch.stack([(x.to(dtype) * y).sum(dim=-1) for y in ys])
+    """x, ys (..., d) -> [<x, y_j>], (...) each"""
+    return [(x.to(dtype) * y).sum(dim=-1) for y in ys]
 
 
 def weighted_sum(total, weights, ys):
@@ -259,26 +259,34 @@ def scaled(weights, x, dtype):
     return [(w[..., None] * x).to(dtype) for w in weights]
 
 
+def laid_out(t, like):
+    """t with the strides of `like`: another layout would be another compiled form."""
+    return t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t)
+
+
 class DepthMix(torch.autograd.Function):
     """(qbar / sqrt(d), k_0.., vt_0..) -> vt, a: e_j = <qbar, k_j>, a = softmax(e), vt = sum_j a_j vt_j."""
 
     @staticmethod
     def forward(ctx, q, *candidates):
+        ctx.save_for_backward(q, *candidates)
+        q, *candidates = (t.detach() for t in (q, *candidates))
         k, v = candidates[:len(candidates) // 2], candidates[len(candidates) // 2:]
-        a = torch.cat([compiled(dots)(q, part, q.dtype) for part in in_parts(k)]).softmax(dim=0)
-        mixed = torch.zeros_like(v[-1], dtype=a.dtype)
-        for weights, part in zip(in_parts(a), in_parts(v)):
+        e = [e_j for part in in_parts(k) for e_j in compiled(dots)(laid_out(q, k[-1]), part, q.dtype)]
+        ctx.a = torch.stack(e).softmax(dim=0)
+        mixed = torch.zeros_like(v[-1], dtype=q.dtype)
+        for weights, part in zip(in_parts(ctx.a), in_parts(v)):
             mixed = compiled(weighted_sum)(mixed, weights, part)
-        ctx.save_for_backward(q, a, *candidates)
-        ctx.mark_non_differentiable(a)
-        return mixed.to(v[-1].dtype), a
+        ctx.mark_non_differentiable(ctx.a)
+        return mixed.to(v[-1].dtype), ctx.a
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, _):
-        q, a, *candidates = ctx.saved_tensors
-        k, v = candidates[:len(candidates) // 2], candidates[len(candidates) // 2:]
-        da = torch.cat([compiled(dots)(g, part, a.dtype) for part in in_parts(v)])
+        q, *candidates = (t.detach() for t in ctx.saved_tensors)
+        k, v, a = candidates[:len(candidates) // 2], candidates[len(candidates) // 2:], ctx.a
+        q, g = laid_out(q, k[-1]), laid_out(g, v[-1])
+        da = torch.stack([da_j for part in in_parts(v) for da_j in compiled(dots)(g, part, a.dtype)])
         de = a * (da - (a * da).sum(dim=0))                                   # of the softmax
         dq = torch.zeros_like(q)
         for weights, part in zip(in_parts(de), in_parts(k)):
@@ -289,7 +297,7 @@ class DepthMix(torch.autograd.Function):
 
 
 def depth_mix(q, candidates):
-    """depth_attention.depth_mix without its stacks. The weights that it returns carry no gradient."""
+    """depth_attention.depth_mix by these maps. The weights that it returns carry no gradient."""
     k, v = zip(*candidates)
     if len(candidates) == 1:
         return v[0], torch.ones_like(k[0][None, ..., 0])

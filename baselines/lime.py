@@ -1,5 +1,5 @@
 """
-LIMe, layer-integrated memory: every head's keys and values are a trained sum of the keys and values of all layers so far.
+LIMe, layer-integrated memory: a head's keys and values are a trained sum of the keys and values of all layers so far.
 
 A layer of a plain transformer attends to keys and values made from one place, its own input. In LIMe each layer still
 projects its input once, but what a head attends to is routed: a table of weights adds up all heads of all layers up to
@@ -23,12 +23,12 @@ routing commutes with RoPE, which turns all rows of a token alike, but not with 
 of routed rows would be another, recursive model. The default does not start as the baseline: own plus noise of nearly
 the same power. Without its own group, at ten times the learning rate and without decay, the table hardly moves.
 
-Where paper, release and this file differ. The release (corl-team/lime, 4242812) concatenates M_l anew in every layer; here
-it is a list and the sum runs over it. It has no QK-norm, draws W^K and W^V uniform within 1/sqrt(D), and its optimiser
+Where paper, release and this file differ. The release (corl-team/lime, 4242812) concatenates M_l anew in every layer;
+here it is a list and the sum runs over it. It has no QK-norm, draws W^K and W^V uniform within 1/sqrt(D), and its optimiser
 settings name parameters that no longer exist; here W^K and W^V start as the baseline's, N(0, init_std^2), so that the
 table is the only difference. route=v, values only, and start=identity are this project's own arms. The first release
 (601cd30) routed hidden states instead: for each query head a softmax over the inputs of all layers, static or from the
-token, before W^K and W^V. That takes H times the stream's memory in every layer, which is why the second moved; not built.
+token, before W^K and W^V. That takes H times the stream's memory in every layer; it is not built.
 """
 from dataclasses import dataclass
 
@@ -119,7 +119,7 @@ class LIMeConfig(GPTConfig):
 
 
 def flops_per_token(config, T):
-    """As model.flops_per_token, plus the routing above layer 0: (l+1) R products for each number of the R routed heads."""
+    """As model.flops_per_token, plus the routing above layer 0: (l+1) R products for each number of R heads."""
     flops, R = model.flops_per_token(config, T), config.n_kv_head
     extra = sum(2 * len(config.route) * config.head_dim * R * R * (l + 1) for l in range(1, config.n_layer))
     return flops | dict(train=flops["train"] + 3 * extra, prefill=flops["prefill"] + extra,
