@@ -4,8 +4,10 @@ Time and peak memory of a model's training step against the baseline's: `python 
     python -m tools.bench --model=mudd --shape=d512 --dtype=bfloat16
     python -m tools.bench --model=mudd --compile=off --dynamic=no --multiway=no     any setting of the model
 
-The two models step by turns, in pairs whose order changes, so that what else the machine does hits both alike; each pair gives one ratio, the baseline's seconds by the model's, and the median is reported with its spread. A ratio of 0.9: the
-model makes 0.9 of the baseline's steps in the same time. A step is forward and backward, without the optimizer's update.
+The two models step by turns, in pairs whose order changes, so that what else the machine does hits both alike; each pair
+gives one ratio, the baseline's seconds by the model's, and the median is reported with its spread. A ratio of 0.9: the
+model makes 0.9 of the baseline's steps in the same time. What is timed is forward and backward; the peak of memory holds
+the optimizer's state as well.
 """
 import itertools
 import os
@@ -92,23 +94,23 @@ def spread(values):
 
 
 def peak_bytes(model, step, device):
-    """Bytes of tensors at the peak of a step: weights, gradients, and what is kept and passed in between. On a CPU, where
-    torch keeps no count, the profiler's record of allocations is added up."""
+    """Bytes of tensors at the peak of a training step: weights, AdamW's two moments, gradients, and what is kept between.
+    On a CPU, where torch keeps no count, the profiler's record of allocations is added up."""
     step()
     model.zero_grad(set_to_none=True)
-    weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.parameters(), *model.parameters(),
+                                                      *model.buffers()))
     if device.startswith("cuda"):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
-        return weights + torch.cuda.max_memory_allocated() - before
+        return held + torch.cuda.max_memory_allocated() - before
     if device != "cpu":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
-    held = itertools.accumulate(event.nbytes() for event in sorted(
-        (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()))
-    return weights + max(held)
+    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    return held + max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def bench(config, settings):
