@@ -14,6 +14,7 @@ subclasses GPT, adds its parameters and rewrites one method, `layers`, so that a
 RMSNorm (Zhang and Sennrich, 2019), rotary embedding in the half layout (Su et al., 2021), grouped-query attention
 (Ainslie et al., 2023), a norm on every query and key head (Henry et al., 2020), SwiGLU (Shazeer, 2020); no biases.
 """
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -64,6 +65,13 @@ class GPTConfig:
             raise ValueError(f"d_ff={self.d_ff}: give a whole number of at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: give a number from 0 up to, but not including, 1")
+        for name in ("rope_base", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: give a positive number")
+        if not 0 <= self.init_std < math.inf:
+            raise ValueError(f"init_std={self.init_std}: give 0 or a positive number")
+        if not 0 <= self.seed < 2 ** 32:
+            raise ValueError(f"seed={self.seed}: give a whole number from 0 to {2 ** 32 - 1}")
 
     @property
     def padded_vocab_size(self):
@@ -329,7 +337,7 @@ class GPT(nn.Module):
         """
         if idx.size(1) == 0:
             raise ValueError("the prompt is empty: start it with the end-of-text token")
-        if temperature < 0:
+        if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature={temperature}: give 0 for the most likely token, or a positive number")
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k={top_k}: give a whole number of at least 1, or leave it out to keep every token")

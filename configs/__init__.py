@@ -22,11 +22,13 @@ class SettingError(ValueError):
 def read(argv):
     """Command line -> {name: value}, values as TOML types or strings: `preset.toml`s first, flags over them, in order.
 
-    A preset is a path, or the name of a file in configs/ with or without `.toml`. A bare `--flag` means yes.
+    A preset is a path, or the name of a file in configs/ with or without `.toml`. A bare `--flag` means yes, `-h` is `--help`.
     """
     settings, flags = {}, {}
     for argument in argv:
-        if argument.startswith("--"):
+        if argument == "-h":
+            flags["help"] = True
+        elif argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             flags[name.replace("-", "_")] = value if equals else True
         else:
@@ -38,7 +40,7 @@ def load_preset(name):
     for path in (Path(name), HERE / name, HERE / f"{name}.toml"):
         if path.is_file():
             try:
-                return tomllib.loads(path.read_text(encoding="utf-8"))
+                return tomllib.loads(path.read_text(encoding="utf-8-sig"))
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise SettingError(f"{path} is not a preset: {error}") from None
     known = ", ".join(sorted(path.name for path in HERE.glob("*.toml")))
@@ -70,7 +72,7 @@ def convert(name, value, hint):
     try:
         if hint is bool:
             return WORDS[str(value).lower()]
-        if isinstance(value, bool):
+        if isinstance(value, bool) or hint is str and not isinstance(value, str):
             raise ValueError
         if typing.get_origin(hint) is tuple:
             items = value if isinstance(value, (list, tuple)) else [item for item in str(value).split(",") if item]
@@ -82,7 +84,8 @@ def convert(name, value, hint):
             return int(number)
         return hint(value)
     except (KeyError, ValueError, TypeError, OverflowError):
-        wanted = {bool: "yes or no", int: "a whole number", float: "a number", str: "a word"}.get(hint, "numbers like 5,6,7")
+        wanted = {bool: "yes or no", int: "a whole number", float: "a number", str: "a word, in TOML between quotes,"}
+        wanted = wanted.get(hint, "numbers like 5,6,7")
         raise SettingError(f"--{name}={value}: {wanted} is wanted here") from None
 
 

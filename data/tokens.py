@@ -220,7 +220,7 @@ def read_meta(folder):
     path = Path(folder) / "meta.json"
     if path.exists():
         try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
+            meta = json.loads(path.read_text(encoding="utf-8-sig"))
             encoding = tokenizer(meta["tokenizer"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f'{path} is not usable ({error!r}): it should read {{"tokenizer": "gpt2"}} or '
