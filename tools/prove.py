@@ -30,6 +30,8 @@ def claims(config_class, model_class, settings):
     model, plain = model_class(config).eval(), GPT(GPTConfig(**shared)).eval()
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(config.vocab_size, (2, config.block_size), generator=generator)
+    third = config.block_size // 3
+    lengths = [n for n in (third, 1, config.block_size - third - 1) if n]
     rows = []
     with torch.no_grad():
         full = model(idx)
@@ -41,7 +43,7 @@ def claims(config_class, model_class, settings):
                                                f"of the exact run's, token by token"))
             full = exact
         cache = model.new_cache(2)
-        pieces = [model(piece, cache=cache) for piece in idx.split([20, 1, 30, config.block_size - 51], dim=1)]
+        pieces = [model(piece, cache=cache) for piece in idx.split(lengths, dim=1)]
         decoded = (torch.cat(pieces, dim=1) - full).abs().max()
         if rows:
             config.schedule = trained
@@ -61,7 +63,8 @@ def claims(config_class, model_class, settings):
             ("KV cache", f"{cache_bytes(model_class):,} bytes a token in bf16 (baseline {cache_bytes(GPT):,})"),
             *((f"FLOPs, {kind}", f"{ours[kind]:,.0f} a token ({ours[kind] / base[kind]:.4f} of the baseline)")
               for kind in ("train", "prefill", "decode")),
-            *rows, ("cached decoding", f"logits within {decoded:.1g} of the {'exact' if rows else 'full'} forward's, in pieces of 20, 1, 30 and 13")]
+            *rows, ("cached decoding", f"logits within {decoded:.1g} of the {'exact' if rows else 'full'} forward's, in pieces of "
+                                         f"{', '.join(map(str, lengths))}")]
 
 
 def main(name):
@@ -70,7 +73,11 @@ def main(name):
     config_class, model_class = MODELS[name]
     try:
         settings = configs.read(sys.argv[1:])
-        if settings.pop("diff", False):
+        if settings.pop("help", False):
+            print("--diff: this file's layer loop against the baseline's. Without it, what the header claims, computed for\n"
+                  "a small model; any of these settings changes it:\n" + configs.help_text(config_class))
+            return
+        if configs.convert("diff", settings.pop("diff", False), bool):
             config, = configs.build(SIZE | settings, config_class)
             print("\n".join(loop_diff(type(model_class(config)))))      # a variant may have its own loop
             return
