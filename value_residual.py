@@ -133,7 +133,8 @@ VARIANTS = {   # name: (trained?, the numbers at the start, how (lam1, lam2) com
 
 
 def flops_per_token(config, T):
-    """As model.flops_per_token, plus the mix: three FLOPs for each value above the source layer."""
+    """As model.flops_per_token, plus the mix: three FLOPs for each value above the source layer. SVFormer has no mix, and
+    no value projection there."""
     flops, width = model.flops_per_token(config, T), config.n_kv_head * config.head_dim
     per_layer = -2 * config.n_embd * width if config.variant == "svformer" else 3 * width
     extra = (config.n_layer - 1 - config.source) * per_layer
