@@ -71,7 +71,7 @@ class TrainConfig:
     model: str = "gpt"                   # which one of train.MODELS
     data: str = "plays"                  # plays (bytes), plays_gpt2, or a folder of token files
     out_dir: str | None = None           # folder of the run (default: the next free runs/<model>-<n>)
-    resume: bool = False                 # go on from last.pt in out_dir (default: in the model's newest run)
+    resume: bool = False                 # go on from last.pt in out_dir (default: in the newest run, of --model if given)
     overwrite: bool = False              # begin again in an out_dir that exists
     max_iters: int = 1000                # optimizer steps, exactly
     batch_size: int = 16                 # sequences in one micro-step of one process
@@ -180,9 +180,13 @@ class Run:
         self.tokenizer = data.tokenizer(meta["tokenizer"])
         if "vocab_size" not in settings:
             model_config.vocab_size = meta["vocab_size"]
-        self.train_tokens, self.val_tokens = (checked(data.open_tokens, folder, part, model_config.vocab_size)
+        if model_config.vocab_size < meta["vocab_size"]:
+            raise SettingError(f"--vocab_size={model_config.vocab_size} is smaller than the {meta['vocab_size']} ids of "
+                               f"{folder}: leave it out")
+        self.train_tokens, self.val_tokens = (checked(data.open_tokens, folder, part, meta["vocab_size"])
                                               for part in ("train", "val"))
         checked(data.batch, self.train_tokens, 0, 0, 1, model_config.block_size)
+        checked(check_held_out, self.val_tokens, self.tokenizer)
         if config.gradient_accumulation_steps % self.world:
             raise SettingError(f"--gradient_accumulation_steps={config.gradient_accumulation_steps} cannot be shared out "
                                f"among {self.world} processes: give a multiple of {self.world}")
@@ -197,7 +201,7 @@ class Run:
         self.step, self.best, self.val_loss, self.skipped, self.stop = 0, math.inf, None, 0, False
         if resumed:
             self.restore(resumed)
-        self.folder = self.make_folder(resumed)
+        self.folder = checked(self.make_folder, resumed)
         wanted = config.compile == "on" or config.compile == "auto" and self.device.type == "cuda"
         compiled = wanted and self.compile_pieces()
         self.parallel = DistributedDataParallel(self.model) if self.world > 1 else self.model
@@ -220,7 +224,7 @@ class Run:
         """This process's share of the batch of `step`, as [(x, y)] on the device. The batch depends on (seed, step)."""
         config, T = self.config, self.model.config.block_size
         rows = config.batch_size * config.gradient_accumulation_steps
-        x, y = data.batch(self.train_tokens, step, self.model.config.seed, rows, T)
+        x, y = checked(data.batch, self.train_tokens, step, self.model.config.seed, rows, T)
         x, y = (t.view(config.gradient_accumulation_steps, config.batch_size, T)[self.rank::self.world] for t in (x, y))
         return list(zip(self.to_device(x), self.to_device(y)))
 
@@ -281,14 +285,18 @@ class Run:
         os.replace(partial, self.folder / name)
 
     def restore(self, state):
+        trained = state["settings"].get("model", "gpt")
+        if trained != self.config.model:
+            raise SettingError(f"this is a run of --model={trained}: leave --model out, or start a new run")
         changed = [k for k, v in asdict(self.model.config).items() if v != state["model_config"].get(k)]
         if changed:
             raise SettingError(f"--{changed[0]} cannot change when a run is resumed: leave it out, or start a new run")
         if state["step"] >= self.config.max_iters:
             raise SettingError(f"the run has already made {state['step']} steps: give a larger --max_iters to go on")
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state, Path(self.config.out_dir) / "last.pt")
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:                          # empty where the run had no scaler until now: not float16
+            self.scaler.load_state_dict(state["scaler"])
         self.step, self.best, self.val_loss, self.skipped = (state[k] for k in ("step", "best", "val_loss", "skipped"))
 
     def make_folder(self, resumed):
@@ -297,10 +305,8 @@ class Run:
             return Path(self.config.out_dir or ".")
         if resumed:
             folder = Path(self.config.out_dir)
-            log = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-            keep = [line for line in log if line.endswith("\n") and json.loads(line)["step"] <= self.step]
             partial = folder / "log.jsonl.tmp"
-            partial.write_text("".join(keep), encoding="utf-8")
+            partial.write_text("".join(log_until(folder / "log.jsonl", self.step)), encoding="utf-8")
             os.replace(partial, folder / "log.jsonl")
             return folder
         if self.config.out_dir:
@@ -407,16 +413,24 @@ class Run:
 # Precision, optimizer, validation
 
 
-def device_and_dtype(config, model_config):
-    """(device, dtype of the matrix products, a few words on why)."""
-    name = config.device
+def usable_device(name):
+    """The torch.device of a --device setting, tried out; SettingError if it cannot be used."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
+        raise SettingError(f"--device={name} cannot be used here: choose cpu, cuda, cuda:1 and so on, or mps")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise SettingError(f"--device={name} cannot be used here ({str(error).splitlines()[0]}): try --device=cpu") from None
+        cause = str(error).splitlines()[0].split(". ")[0]
+        raise SettingError(f"--device={name} cannot be used here ({cause}): try --device=cpu") from None
+    return device
+
+
+def device_and_dtype(config, model_config):
+    """(device, dtype of the matrix products, a few words on why)."""
+    device = usable_device(config.device)
     if config.dtype != "auto":
         return device, getattr(torch, config.dtype), f"{config.dtype} as asked"
     if device.type == "cuda":
@@ -438,6 +452,12 @@ def make_optimizer(model, config, device):
               for g in groups if g["params"]]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2),
                              fused=device.type in ("cpu", "cuda"))
+
+
+def check_held_out(tokens, tokenizer):
+    """ValueError if a held-out id is beyond the vocabulary or if there is no text: before training, not after it."""
+    if not sum((y != tokenizer.eot_token).sum().item() for _, y in data.windows(tokens, 2 ** 20, tokenizer.eot_token, 1)):
+        raise ValueError(f"{tokens.shards[0][0]} holds nothing but end of text: prepare it from more text")
 
 
 @torch.no_grad()
@@ -496,11 +516,40 @@ def load_checkpoint(path):
     if path.is_dir():
         path = path / ("best.pt" if (path / "best.pt").exists() else "last.pt")
     state = load_state(path)
-    config_class, model_class = MODELS[state["settings"].get("model", "gpt")]
-    model = model_class(config_class(**state["model_config"]))
-    model.load_state_dict(state["model"])
+    try:
+        config_class, model_class = MODELS[state["settings"].get("model", "gpt")]
+        model = model_class(config_class(**state["model_config"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise misfit(path, error) from None
+    load_weights(model, state, path)
     facts = {name: state[name] for name in ("settings", "step", "val_loss", "best")} | {"path": str(path)}
     return Checkpoint(model.eval(), model.config, facts)
+
+
+def load_weights(model, state, path):
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise misfit(path, error) from None
+
+
+def misfit(path, error):
+    cause = " ".join(str(error).split())[:160]       # load_state_dict lists every name, a line each
+    return SettingError(f"{path} does not fit the code of its model as it is now ({type(error).__name__}: {cause}): "
+                        f"check out the code it was trained with, or train anew")
+
+
+def log_until(path, step):
+    """The lines of a log.jsonl up to `step`. What is no record (a line cut off by a kill, say) is left out, and a log that
+    is missing is empty: the checkpoint holds all that a resumed run needs."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                lines.append(line)
+    return lines
 
 
 def newest_run(model="*"):
@@ -527,11 +576,14 @@ def checked(function, *arguments):
         return function(*arguments)
     except ValueError as error:
         raise SettingError(str(error)) from None
+    except OSError as error:
+        raise SettingError(f"{error.filename} cannot be used ({error.strerror}): name another folder, or see to its "
+                           f"permissions") from None
 
 
 def read_settings(settings):
     """{name: value} -> (TrainConfig, the model's config, the model's class)."""
-    name = settings.get("model", "gpt")
+    name = configs.convert("model", settings.get("model", "gpt"), str)
     if name not in MODELS:
         raise SettingError(f"--model={name}: choose one of {', '.join(MODELS)}")
     config_class, model_class = MODELS[name]
@@ -577,7 +629,8 @@ def finish(run):
               f"run exactly, token by token")
     print(f"saved {run.folder / 'last.pt'}" + (f" (best: step with {run.best:.4f})" if run.best < run.val_loss else ""))
     if run.config.sample_tokens:
-        from tools.sample import stream_text
+        from tools.sample import print_anything, stream_text
+        print_anything()
         print("\nsample:")
         for piece in stream_text(run.model.eval(), run.tokenizer, run.config.prompt, run.config.sample_tokens,
                                  temperature=0.8, generator=torch.Generator(run.device).manual_seed(config.seed)):
@@ -590,12 +643,13 @@ def main(argv):
         settings = configs.read(argv)
         resume = configs.convert("resume", settings.pop("resume", False), bool)
         if settings.pop("help", False):
-            config_class, _ = MODELS.get(settings.get("model", "gpt"), MODELS["gpt"])
+            config_class, _ = MODELS.get(str(settings.get("model")), MODELS["gpt"])
             print(__doc__ + configs.help_text(TrainConfig, config_class))
             return
         resumed = None
         if resume:
-            folder = Path(settings.get("out_dir") or newest_run(settings.get("model", "*")))
+            out_dir = configs.convert("out_dir", settings.get("out_dir"), str | None)
+            folder = Path(out_dir or newest_run(settings.get("model", "*")))
             resumed = load_state(folder / "last.pt")
             settings = resumed["settings"] | settings | {"out_dir": str(folder)}
         elif all(argument.startswith("--") for argument in argv):
@@ -605,6 +659,14 @@ def main(argv):
         finish(run)
     except SettingError as error:
         sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train.py: stopped at once; the last checkpoint, if there is one, is whole")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) \
+                and "DefaultCPUAllocator" not in str(error):
+            raise
+        sys.exit("train.py: out of memory: lower --batch_size, raising --gradient_accumulation_steps by as much, or lower "
+                 "--block_size, --n_embd or --n_layer")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -201,18 +201,115 @@ MISTAKES = [
     (["--learning_rate=0"], "a positive number"),
     (["--learning_rate=nan"], "a positive number"),
     (["--dropout=1"], "up to, but not including, 1"),
-    (["--vocab_size=100"], "not below the vocabulary size"),
+    (["--vocab_size=100"], "smaller than the 257 ids"),
+    (["--seed=-1"], "a whole number from 0"),
+    (["--seed=99999999999999999999"], "a whole number from 0"),
+    (["--rope_base=0"], "a positive number"),
+    (["--norm_eps=nan"], "a positive number"),
+    (["--init_std=-1"], "0 or a positive number"),
+    (["--device=meta"], "choose cpu, cuda"),
+    (["--device="], "choose cpu, cuda"),
+    ([f"--out_dir={ROOT / 'train.py'}"], "train.py cannot be used"),
+    ([f"--out_dir={ROOT / 'train.py' / 'x'}"], "cannot be used"),
+    (["--out_dir=" + 300 * "x"], "cannot be used"),
+    (["--n_embd=2000000000000000"], "out of memory"),
+    (["--resume", "--out_dir"], "a word, in TOML between quotes, is wanted"),
     (["--resume", "--out_dir=nowhere"], "there is no checkpoint"),
 ]
 
 
-@pytest.mark.parametrize("flags, sentence", MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+@pytest.mark.parametrize("flags, sentence", MISTAKES, ids=[" ".join(m[0]).replace(str(ROOT), "")[:40] for m in MISTAKES])
 def test_a_mistake_is_answered_with_one_line_and_nothing_is_written(run, flags, sentence):
     before = set(Path().iterdir())
     with pytest.raises(SystemExit) as stopped:
         run(*flags)
     assert sentence in str(stopped.value.code) and "\n" not in str(stopped.value.code)
     assert set(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize("preset, sentence", [
+    ("[model]\nn_layer = 2\n", "--model={'n_layer': 2}: a word"), ("model = ['gpt']", "a word"), ("prompt = 2020-01-01", "a word"),
+    ("prompt = 5", "a word"), ("max_iters = 2020-01-01", "a whole number"),
+    ("n_layer = [1]", "a whole number"), ("x = = 1", "is not a preset")])
+def test_a_malformed_preset_is_answered_with_one_line(tmp_path, monkeypatch, preset, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("odd.toml").write_text(preset, encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["odd.toml", "--device=cpu"])
+    assert sentence in str(stopped.value.code) and "\n" not in str(stopped.value.code)
+    assert [p.name for p in Path().iterdir()] == ["odd.toml"]
+
+
+def test_a_preset_from_an_editor_that_marks_utf8_is_read(tmp_path):
+    (tmp_path / "p.toml").write_bytes(b"\xef\xbb\xbfn_layer = 3")
+    assert train.configs.load_preset(tmp_path / "p.toml") == {"n_layer": 3}
+
+
+@pytest.mark.parametrize("held_out, sentence", [([256], "nothing but end of text"), ([256] * 3, "nothing but end of text"),
+                                                ([65] * 5000 + [40000], "token id 40000")])
+def test_held_out_data_that_cannot_be_used_is_refused_before_training(run, tmp_path, held_out, sentence):
+    import numpy as np
+    for split, ids in (("train", [65] * 100), ("val", held_out)):
+        with data.TokenWriter(tmp_path / f"{split}.bin") as out:
+            out.write(np.array(ids, dtype=np.uint16))
+    data.write_meta(tmp_path, "bytes")
+    with pytest.raises(SystemExit, match=sentence):
+        run(f"--data={tmp_path}")
+    assert not Path("runs").exists()
+
+
+def test_a_train_token_beyond_the_vocabulary_stops_with_one_line(run, monkeypatch):
+    def batch(tokens, step, *shape, plain=data.batch):
+        if step == 2:
+            raise ValueError("train.bin: token id 40000")
+        return plain(tokens, step, *shape)
+    monkeypatch.setattr(data, "batch", batch)
+    with pytest.raises(SystemExit, match="token id 40000"):
+        run()
+
+
+def test_running_out_of_memory_is_one_line_and_other_faults_are_not_hidden(run, monkeypatch):
+    for error, seen in ((torch.OutOfMemoryError("CUDA out of memory"), SystemExit), (RuntimeError("illegal memory access"), RuntimeError)):
+        def micro_batches(self, step, error=error):
+            raise error
+        monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
+        with pytest.raises(seen, match="out of memory: lower --batch_size" if seen is SystemExit else "illegal"):
+            run()
+
+
+@pytest.mark.parametrize("content", [None, b"garbage\n", b"\xff\xfe\n", b'{"a": 1}\n[1]\n{"step": "x"}\n\n'])
+def test_a_lost_or_damaged_log_does_not_stop_a_resumed_run(run, content):
+    run("--out_dir=r", "--max_iters=2")
+    Path("r/log.jsonl").unlink()
+    if content is not None:
+        Path("r/log.jsonl").write_bytes(content)
+    train.main(["--resume", "--out_dir=r", "--max_iters=3"])
+    assert list(losses("r")) == [3]
+
+
+def test_a_run_may_be_resumed_in_fp16(run):
+    run("--out_dir=r", "--max_iters=2")
+    train.main(["--resume", "--out_dir=r", "--max_iters=3", "--dtype=float16"])
+    train.main(["--resume", "--out_dir=r", "--max_iters=4", "--dtype=float32"])
+    assert list(losses("r")) == [1, 2, 3, 4]
+
+
+def test_a_run_of_another_model_is_not_resumed(run):
+    run("--out_dir=r", "--max_iters=1")
+    with pytest.raises(SystemExit, match="a run of --model=gpt: leave --model out"):
+        train.main(["--resume", "--out_dir=r", "--max_iters=2", "--model=value_residual"])
+
+
+@pytest.mark.parametrize("change", [lambda s: s["settings"].update(model="gone"), lambda s: s["model_config"].update(gone=1),
+                                    lambda s: s["model"].pop("norm.weight")])
+def test_a_checkpoint_of_other_code_gets_one_sentence(run, change):
+    run("--out_dir=r", "--max_iters=1")
+    state = torch.load("r/last.pt", weights_only=True)
+    change(state)
+    torch.save(state, "r/best.pt")
+    with pytest.raises(SettingError, match="does not fit the code") as refused:
+        load_checkpoint("r")
+    assert "\n" not in str(refused.value)
 
 
 def test_accumulation_must_be_shared_out_among_the_processes(run, monkeypatch):
