@@ -274,6 +274,27 @@ def test_compiled_equals_eager():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2 ** -6)])
+def test_the_compiled_mix_alone(dtype, tolerance):
+    """Mixtures and gradients against the plain formula in float64, to a part of the largest entry: 1e-6 for float32 states,
+    and for bf16 ones two of their steps, since a state's gradient is rounded at every layer that adds to it."""
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(2, 8, 32, generator=generator).to(dtype).requires_grad_() for _ in range(5)]
+    weights = [torch.randn(2, 8, 4, n + 2, generator=generator).to(dtype).requires_grad_() for n in range(4)]
+    X, mixed = kernels.History(states[0], 5), []
+    for x, A in zip(states[1:], weights):
+        X.append(x)
+        mixed += X.mix(A, 1)
+    exact = [t.detach().double().requires_grad_() for t in (*states, *weights)]
+    expected = [sum(A[:, :, c, s, None] * exact[s] for s in range(n + 2)) for n, A in enumerate(exact[5:]) for c in range(4)]
+    d = [torch.randn(2, 8, 32, generator=generator).to(dtype) for _ in mixed]
+    ours = torch.autograd.grad(mixed, [*states, *weights], d)
+    theirs = torch.autograd.grad(expected, exact, [g.double() for g in d])
+    for a, b in zip([*mixed, *ours], [*expected, *theirs]):
+        assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.slow
 def test_compiled_pieces_serve_all_layers_within_the_recompile_limit():
     """Twelve layers of every length and width: few graphs, and none that falls back to eager for want of room."""
     torch._dynamo.reset()

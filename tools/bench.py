@@ -42,6 +42,8 @@ class BenchConfig:
         for name, words in (("model", MODELS), ("shape", SHAPES), ("dtype", ("float32", "bfloat16", "float16"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"--{name}={getattr(self, name)}: choose one of {', '.join(words)}")
+        if self.device.split(":")[0] not in ("cpu", "cuda", "mps"):
+            raise ValueError(f"--device={self.device}: give cpu, cuda or mps")
         for name in ("batch_size", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a whole number of at least 1")
