@@ -23,13 +23,13 @@ layers as sources would be 0.067 %, one mix for each query head 0.026 %. What it
 key and value are read again. A forward holds k and vt of the tokens at hand, once; in training they are kept anyway.
 
 What breaks without each part: with v_j for vt_j the sources are not what the cache holds. Averaging the softmax weights
-of a group's heads instead of their queries is another function. With a norm after RoPE instead of before it the rotation
-no longer cancels in <q, k_j>, and the weights depend on the position. A mixed value is final once written: mixed again
+of a group's heads instead of their queries is another function. With a norm after RoPE instead of before it, rotations
+no longer cancel in <q, k_j> and the weights depend on the position. A mixed value is final once written: mixed again
 after reading the cache, with the query of a later token, decoding no longer equals the full forward. The model does not
 start as the baseline (each of n candidates weighs about 1/n at first); stride=0 is the baseline, bit for bit.
 
 What a laptop can show: with 6 layers and stride L/2 the sources are layers 0 and 3, nearly a value residual with a gate
-for each token and head. The smallest published model has 360M parameters: a null result at this size contradicts nothing.
+for each token and head. The smallest published model has 360M parameters: a null result here contradicts nothing.
 
 Where paper, release and this file differ. Only the abstract was at hand, so the formulas follow a first author's code
 (hyq718/Depth-Attention). It norms queries before RoPE and keys after it; here both before. From a cache it mixes past

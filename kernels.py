@@ -227,10 +227,10 @@ def normed_product(x, W, eps):
 # ---------------------------------------------------------------------------------------------------------------------
 # The mix of Depth-Attention
 #
-# Plain: for every candidate a product with the query, a product with its weight and a sum, each reading and writing whole
-# (B, Hkv, T, d) tensors, and twice that in the backward. But scores, mixed value and all gradients come from three maps,
-# `dots`, `weighted_sum` and `scaled`, which read a candidate once. They take a few candidates at a time, so that compiled
-# forms for two lengths serve every layer, however many sources it has.
+# Plain: for every candidate a product with the query, a product with its weight and a sum, each reading and writing a
+# whole (B, Hkv, T, d) tensor, and twice that in the backward. But scores, mixed value and all gradients come from three
+# maps, `dots`, `weighted_sum` and `scaled`, that read a candidate once. They take a few candidates at a time, so that
+# compiled forms for two lengths serve every layer, however many sources it has.
 
 
 AT_A_TIME = 4

@@ -24,11 +24,11 @@ of routed rows would be another, recursive model. The default does not start as 
 the same power. Without its own group, at ten times the learning rate and without decay, the table hardly moves.
 
 Where paper, release and this file differ. The release (corl-team/lime, 4242812) concatenates M_l anew in every layer;
-here it is a list and the sum runs over it. It has no QK-norm, draws W^K and W^V uniform within 1/sqrt(D), and its optimiser
-settings name parameters that no longer exist; here W^K and W^V start as the baseline's, N(0, init_std^2), so that the
-table is the only difference. route=v, values only, and start=identity are this project's own arms. The first release
-(601cd30) routed hidden states instead: for each query head a softmax over the inputs of all layers, static or from the
-token, before W^K and W^V. That takes H times the stream's memory in every layer; it is not built.
+here it is a list and the sum runs over it. It has no QK-norm, draws W^K and W^V uniform within 1/sqrt(D), and its
+optimiser settings name parameters that no longer exist; here W^K and W^V start as the baseline's, N(0, init_std^2), so
+that the table is the only difference. route=v, values only, and start=identity are this project's own arms. The first
+release (601cd30) routed hidden states instead: for each query head a softmax over the inputs of all layers, static or
+from the token, before W^K and W^V. That takes H times the stream's memory in every layer; it is not built.
 """
 from dataclasses import dataclass
 
