@@ -228,78 +228,82 @@ def normed_product(x, W, eps):
 # The mix of Depth-Attention
 #
 # Plain: for every candidate a product with the query, a product with its weight and a sum, each reading and writing a
-# whole (B, Hkv, T, d) tensor, and twice that in the backward. But scores, mixed value and all gradients come from three
-# maps, `dots`, `weighted_sum` and `scaled`, that read a candidate once. They take a few candidates at a time, so that
-# compiled forms for two lengths serve every layer, however many sources it has.
+# whole (B, Hkv, T, d) tensor, and twice that in the backward. Here a candidate is read once in each direction, a few
+# at a time: the mixture so far and the logsumexp of its scores are all that the next few need, and from the logsumexp
+# the backward has the weights again. So compiled forms for a few lengths serve every layer, however many sources it has.
 
 
 AT_A_TIME = 4
 
 
 def in_parts(items):
-    """Lists of AT_A_TIME items, then of one: two lengths in all."""
-    items, whole = list(items), len(items) - len(items) % AT_A_TIME
-    return [items[i:i + AT_A_TIME] for i in range(0, whole, AT_A_TIME)] + [[item] for item in items[whole:]]
+    """What is left over by AT_A_TIME, or a whole part, first; then whole parts."""
+    first = (len(items) - 1) % AT_A_TIME + 1
+    return [items[:first]] + [items[i:i + AT_A_TIME] for i in range(first, len(items), AT_A_TIME)]
 
 
-def dots(x, ys, dtype):
-    """x, ys (..., d) -> [<x, y_j>], (...) each"""
-    return [(x.to(dtype) * y).sum(dim=-1) for y in ys]
+def mean_query(q, heads):
+    """q (B, T, H, d) -> qbar / sqrt(d), (B, T, heads, d)"""
+    return q.unflatten(2, (heads, -1)).mean(dim=3) / q.size(-1) ** 0.5
 
 
-def weighted_sum(total, weights, ys):
-    """total (..., d) + sum_j w_j y_j"""
-    for w, y in zip(weights, ys):
-        total = total + w[..., None] * y
-    return total
+def mix_part(mixed, lse, q, k, v, dtype):
+    """More candidates for a mixture `mixed` whose scores have the logsumexp `lse` (or none yet: None) -> the same two of
+    all together, and the scores of the new ones."""
+    e = [(q * k_j).sum(dim=-1) for k_j in k]
+    scores = e if lse is None else [lse] + e
+    top = functools.reduce(torch.maximum, scores)
+    total = top + sum((e_j - top).exp() for e_j in scores).log()
+    terms = [(e_j - total).exp()[..., None] * v_j for e_j, v_j in zip(e, v)]
+    if lse is not None:
+        terms.append((lse - total).exp()[..., None] * mixed)
+    return sum(terms).to(dtype), total, e
 
 
-def scaled(weights, x, dtype):
-    """[w_j x], (..., d) each"""
-    return [(w[..., None] * x).to(dtype) for w in weights]
-
-
-def laid_out(t, like):
-    """t with the strides of `like`: another layout would be another compiled form."""
-    return t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t)
+def mix_part_gradients(dq, q, g, lse, vt, k, v):
+    """-> dq (before: None, or of earlier parts) with what these candidates add to it, [dk_j], [dvt_j]."""
+    g = g.to(q.dtype)
+    mean = (g * vt).sum(dim=-1)                                               # of <g, vt_j> by the weights
+    a = [((q * k_j).sum(dim=-1) - lse).exp() for k_j in k]
+    de = [a_j * ((g * v_j).sum(dim=-1) - mean) for a_j, v_j in zip(a, v)]
+    terms = [de_j[..., None] * k_j for de_j, k_j in zip(de, k)] + ([] if dq is None else [dq])
+    return (sum(terms), [de_j[..., None] * q for de_j in de],
+            [(a_j[..., None] * g).to(v_j.dtype) for a_j, v_j in zip(a, v)])
 
 
 class DepthMix(torch.autograd.Function):
-    """(qbar / sqrt(d), k_0.., vt_0..) -> vt, a: e_j = <qbar, k_j>, a = softmax(e), vt = sum_j a_j vt_j."""
+    """(qbar / sqrt(d), k_0.., vt_0..), (B, T, Hkv, d) each -> vt, a (n, B, T, Hkv)."""
 
     @staticmethod
     def forward(ctx, q, *candidates):
-        ctx.save_for_backward(q, *candidates)
-        q, *candidates = (t.detach() for t in (q, *candidates))
-        k, v = candidates[:len(candidates) // 2], candidates[len(candidates) // 2:]
-        e = [e_j for part in in_parts(k) for e_j in compiled(dots)(laid_out(q, k[-1]), part, q.dtype)]
-        ctx.a = torch.stack(e).softmax(dim=0)
-        mixed = torch.zeros_like(v[-1], dtype=q.dtype)
-        for weights, part in zip(in_parts(ctx.a), in_parts(v)):
-            mixed = compiled(weighted_sum)(mixed, weights, part)
-        ctx.mark_non_differentiable(ctx.a)
-        return mixed.to(v[-1].dtype), ctx.a
+        kept, n = [q, *candidates], len(candidates) // 2
+        q, *candidates = (t.detach() for t in kept)
+        vt, lse, e = None, None, []
+        for k, v in zip(in_parts(candidates[:n]), in_parts(candidates[n:])):
+            vt, lse, more = compiled(mix_part)(vt, lse, q, k, v, q.dtype)
+            e += more
+        ctx.save_for_backward(vt, lse, *kept)
+        a = (torch.stack(e) - lse).exp()
+        ctx.mark_non_differentiable(a)
+        return vt.to(candidates[-1].dtype), a
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, _):
-        q, *candidates = (t.detach() for t in ctx.saved_tensors)
-        k, v, a = candidates[:len(candidates) // 2], candidates[len(candidates) // 2:], ctx.a
-        q, g = laid_out(q, k[-1]), laid_out(g, v[-1])
-        da = torch.stack([da_j for part in in_parts(v) for da_j in compiled(dots)(g, part, a.dtype)])
-        de = a * (da - (a * da).sum(dim=0))                                   # of the softmax
-        dq = torch.zeros_like(q)
-        for weights, part in zip(in_parts(de), in_parts(k)):
-            dq = compiled(weighted_sum)(dq, weights, part)
-        dk = [t for part in in_parts(de) for t in compiled(scaled)(part, q, k[-1].dtype)]
-        dv = [t for part in in_parts(a) for t in compiled(scaled)(part, g, v[-1].dtype)]
+        vt, lse, q, *candidates = (t.detach() for t in ctx.saved_tensors)
+        n, dq, dk, dv = len(candidates) // 2, None, [], []
+        for k, v in zip(in_parts(candidates[:n]), in_parts(candidates[n:])):
+            dq, more_k, more_v = compiled(mix_part_gradients)(dq, q, g, lse, vt, k, v)
+            dk += more_k
+            dv += more_v
         return dq, *dk, *dv
 
 
 def depth_mix(q, candidates):
-    """depth_attention.depth_mix by these maps. The weights that it returns carry no gradient."""
+    """depth_attention.depth_mix in this way. The weights that it returns carry no gradient."""
     k, v = zip(*candidates)
     if len(candidates) == 1:
         return v[0], torch.ones_like(k[0][None, ..., 0])
-    q = q.unflatten(1, (k[0].size(1), -1)).mean(dim=2) / q.size(-1) ** 0.5
-    return DepthMix.apply(q, *k, *v)
+    q, *tensors = (t.transpose(1, 2) for t in (q, *k, *v))                    # heads next to d, as the projections lie
+    vt, a = DepthMix.apply(compiled(mean_query)(q, k[0].size(1)), *tensors)
+    return vt.transpose(1, 2), a.transpose(2, 3)
