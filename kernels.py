@@ -230,7 +230,7 @@ def normed_product(x, W, eps):
 # Plain: for every candidate a product with the query, a product with its weight and a sum, each reading and writing a
 # whole (B, Hkv, T, d) tensor, and twice that in the backward. Here a candidate is read once in each direction, a few
 # at a time: the mixture so far and the logsumexp of its scores are all that the next few need, and from the logsumexp
-# the backward has the weights again. So compiled forms for a few lengths serve every layer, however many sources it has.
+# the backward has the weights again. So compiled forms for a few lengths serve every layer, whatever its sources.
 
 
 AT_A_TIME = 4
@@ -248,8 +248,8 @@ def mean_query(q, heads):
 
 
 def mix_part(mixed, lse, q, k, v, dtype):
-    """More candidates for a mixture `mixed` whose scores have the logsumexp `lse` (or none yet: None) -> the same two of
-    all together, and the scores of the new ones."""
+    """More candidates for a mixture `mixed` whose scores have the logsumexp `lse` (None at first) -> the same two of all
+    together, and the scores of the new ones."""
     e = [(q * k_j).sum(dim=-1) for k_j in k]
     scores = e if lse is None else [lse] + e
     top = functools.reduce(torch.maximum, scores)

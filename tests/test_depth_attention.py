@@ -458,6 +458,6 @@ def test_compiled_equals_eager_in_a_few_graphs_for_any_number_of_sources():
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 3 + 1 + 5 + 5            # qkv, finish, loss; mean query; parts: 1 to 4 at first, then 4; and backward
+    assert graphs == 3 + 1 + 5 + 5         # qkv, finish, loss; mean query; parts: 1 to 4 at first, then 4; and backward
     kernels.restore(model)
     assert "mix" not in vars(model)
