@@ -614,20 +614,20 @@ def git_commit():
 def finish(run):
     """The last lines of a run: the exact validation loss and, where the model's schedule approximates an exact run, the
     loss of that one; then a sample."""
+    config, losses = run.model.config, []
+    if hasattr(config, "schedule"):                  # before all processes but one leave: `evaluate` is a work of all
+        trained = config.schedule
+        for config.schedule in (trained, "autoregressive"):
+            losses.append(evaluate(run.model, run.val_tokens, run.tokenizer, 1, windows=EXACT_WINDOWS)[0])
+        config.schedule = trained
     if run.rank:
         return
     print(f"\nvalidation, every held-out token once: {run.val_loss:.4f} nats per token, {run.bits:.4f} bits per byte, "
           f"perplexity {math.exp(run.val_loss):.3f}")
-    config = run.model.config
-    if hasattr(config, "schedule"):
-        trained = config.schedule
-        ours, exact = [], []
-        for config.schedule, losses in ((trained, ours), ("autoregressive", exact)):
-            losses += evaluate(run.model, run.val_tokens, run.tokenizer, 1, windows=EXACT_WINDOWS)
-        config.schedule = trained
-        print(f"the first {EXACT_WINDOWS} windows: {ours[0]:.4f} nats per token by the trained schedule, {exact[0]:.4f} "
+    if losses:
+        print(f"the first {EXACT_WINDOWS} windows: {losses[0]:.4f} nats per token by the trained schedule, {losses[1]:.4f} "
               f"run exactly, token by token")
-    print(f"saved {run.folder / 'last.pt'}" + (f" (best: step with {run.best:.4f})" if run.best < run.val_loss else ""))
+    print(f"saved {run.folder / 'last.pt'}" + (f"; best.pt has {run.best:.4f}" if run.best < run.val_loss else ""))
     if run.config.sample_tokens:
         from tools.sample import print_anything, stream_text
         print_anything()

@@ -477,8 +477,9 @@ def test_a_stopped_or_killed_run_leaves_a_checkpoint_that_resumes(tiny_data, tmp
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_steps_of_one(run, tiny_data, tmp_path):
-    common = [*SMALL, f"--data={tiny_data}", "--gradient_accumulation_steps=4"]
+@pytest.mark.parametrize("model", ["gpt", "feedback"])     # the latter's exact loss, at the end, is a work of all processes
+def test_two_processes_take_the_steps_of_one(run, tiny_data, tmp_path, model):
+    common = [*SMALL, f"--data={tiny_data}", "--gradient_accumulation_steps=4", f"--model={model}"]
     train.main([*common, f"--out_dir={tmp_path / 'one'}"])
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
                     *common, f"--out_dir={tmp_path / 'two'}"], check=True, timeout=240, cwd=tmp_path)
