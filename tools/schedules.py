@@ -142,7 +142,7 @@ def tables(model, x, y):
           f"{math.exp(exact):.3f}, {base:.2f} s\n")
     print("1. Passes until the perplexity is within 1 % of the exact run's, and what they take\n")
     print(f"  {'schedule':<12}{'groups':>7}{'passes':>8}{'jacobi/this':>13}{'seconds':>10}{'jacobi/this':>13}")
-    losses = {}
+    losses, jacobi = {}, (math.nan, math.nan)                            # no ratio if Jacobi does not get there
     sizes = [g for g in (2, 4, 8, 16, 32, 64) if g < T]
     for schedule, groups in [("jacobi", 1), *(("cyclic", g) for g in sizes), *(("contiguous", g) for g in sizes)]:
         tried = min(T, JACOBI_PASSES if schedule == "jacobi" else PASSES)
