@@ -21,6 +21,15 @@ def own_graphs(request):
         torch._dynamo.utils.counters.clear()
 
 
+@pytest.fixture
+def one_thread():
+    """For matrices so small that they are slower on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory):
     """A data set of 6,000 bytes to train on and 700 held out: text with a pattern that a small model can learn."""

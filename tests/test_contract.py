@@ -1,8 +1,10 @@
 """What every model of the registry promises, whatever it does between its layers."""
+import itertools
 import sys
 
 import pytest
 import torch
+import torch._dynamo
 
 from model import KVCache
 from train import MODELS, build
@@ -63,6 +65,30 @@ def make(arm, **overrides):
 
 def ids(*shape, seed=1):
     return torch.randint(70, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_compiled_equals_eager(model, idx):
+    """The gradients of one training step, before and after model.compile_pieces()."""
+    model.train()
+    model(idx, idx).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    torch._dynamo.utils.counters.clear()                  # what is compiled from here on can be counted afterwards
+    model.compile_pieces()
+    model(idx, idx).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def assert_any_pieces_decode_alike(model):
+    """All 16 ways to cut five tokens."""
+    idx = ids(2, 5)
+    full = model(idx)
+    for cuts in itertools.product((False, True), repeat=4):
+        at = [0, *(t + 1 for t, cut in enumerate(cuts) if cut), 5]
+        cache = model.new_cache(2)
+        parts = [model(idx[:, i:j], cache=cache) for i, j in zip(at, at[1:])]
+        assert (torch.cat(parts, dim=1) - full).abs().max() < 1e-10
 
 
 def test_every_model_of_the_registry_has_an_arm():

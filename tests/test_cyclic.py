@@ -17,12 +17,7 @@ VARIANTS = pytest.mark.parametrize("variant", ["release", "paper"])
 SCHEDULES = [("autoregressive", 1), ("jacobi", 1), ("cyclic", 4), ("contiguous", 4)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)               # matrices this small are slower on two
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(**settings):

@@ -3,17 +3,16 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import depth_attention
 import kernels
 import model as baseline
-from depth_attention import DepthAttentionConfig, LoopedDepthAttention, depth_mix, flops_per_token, sources
+from depth_attention import DepthAttentionConfig, depth_mix, flops_per_token, sources
 from model import GPTConfig, attend, rotary, rotate
 from tools.prove import loop_diff
 from train import build
-from tests.test_contract import SMALL, ids, make as make_arm
+from tests.test_contract import SMALL, assert_compiled_equals_eager, ids, make as make_arm
 
 
 def make(**overrides):
@@ -449,14 +448,7 @@ def test_compiled_equals_eager_in_a_few_graphs_for_any_number_of_sources():
     assert_fused_equals_plain(6)
     torch._dynamo.reset()
     model, idx = make(n_layer=10, stride=1).train(), ids(2, 20)
-    model(idx, idx).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    torch._dynamo.utils.counters.clear()
-    model.compile_pieces()
-    model(idx, idx).backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+    assert_compiled_equals_eager(model, idx)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 3 + 1 + 5 + 5         # qkv, finish, loss; mean query; parts: 1 to 4 at first, then 4; and backward
     kernels.restore(model)

@@ -4,7 +4,7 @@ import torch
 
 from baselines import fusedkv
 from model import attend, normal, rotate
-from tests.test_contract import SMALL, ids, make as make_arm
+from tests.test_contract import SMALL, assert_compiled_equals_eager, ids, make as make_arm
 from tools.table4 import paper_flops
 from train import build
 
@@ -132,10 +132,4 @@ def test_a_bad_variant_is_refused_with_a_sentence():
 @pytest.mark.slow
 def test_compiled_equals_eager():
     model, idx = make_arm("fusedkv").train(), ids(2, 20)
-    model(idx, idx).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    model.compile_pieces()
-    model(idx, idx).backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+    assert_compiled_equals_eager(model, idx)

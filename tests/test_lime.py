@@ -7,7 +7,7 @@ import model as baseline
 from baselines.lime import route
 from model import attend, rotate
 from train import build
-from tests.test_contract import SMALL, ids, make as make_arm
+from tests.test_contract import SMALL, assert_compiled_equals_eager, ids, make as make_arm
 
 
 def make(**overrides):
@@ -185,12 +185,5 @@ def test_bad_settings_are_refused_with_a_sentence(name):
 def test_compiled_equals_eager():
     torch._dynamo.reset()
     model, idx = make().train(), ids(2, 20)
-    model(idx, idx).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    torch._dynamo.utils.counters.clear()
-    model.compile_pieces()
-    model(idx, idx).backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+    assert_compiled_equals_eager(model, idx)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4     # project, attended, finish, the loss

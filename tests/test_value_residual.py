@@ -1,5 +1,4 @@
 """Value residual against the paper's properties; V1..V12 are the items of a checklist that was made from them."""
-import itertools
 
 import pytest
 import torch
@@ -8,11 +7,11 @@ from torch.utils.checkpoint import checkpoint
 
 import model as baseline
 import value_residual
-from model import GPT, attend
+from model import attend
 from tools.prove import loop_diff
 from train import build
 from value_residual import VARIANTS, ValueResidual
-from tests.test_contract import SMALL, ids, make as make_arm
+from tests.test_contract import SMALL, assert_any_pieces_decode_alike, assert_compiled_equals_eager, ids, make as make_arm
 
 
 def make(variant="identity", **overrides):
@@ -199,13 +198,7 @@ def test_keeping_own_values_and_mixing_when_they_are_read_is_the_same():
 @pytest.mark.parametrize("source", [0, 2])
 def test_decoding_in_any_pieces_is_the_full_forward(variant, source):
     """V7: all 16 ways to cut five tokens; two key heads for four query heads."""
-    model, idx = make(variant, source=source).double(), ids(2, 5)
-    full = model(idx)
-    for cuts in itertools.product((False, True), repeat=4):
-        at = [0, *(t + 1 for t, cut in enumerate(cuts) if cut), 5]
-        cache = model.new_cache(2)
-        parts = [model(idx[:, i:j], cache=cache) for i, j in zip(at, at[1:])]
-        assert (torch.cat(parts, dim=1) - full).abs().max() < 1e-10
+    assert_any_pieces_decode_alike(make(variant, source=source).double())
 
 
 def test_values_are_mixed_before_heads_are_repeated():
@@ -266,10 +259,4 @@ def test_flops_of_the_mix():
 def test_compiled_equals_eager(variant):
     """V12; a block of SVFormer has another `qkv` than the baseline's."""
     model, idx = make(variant).train(), ids(2, 20)
-    model(idx, idx).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    model.compile_pieces()
-    model(idx, idx).backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+    assert_compiled_equals_eager(model, idx)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import configs
-import cyclic
 import model as baseline
 import whitematter
 from cyclic import Channels, attend
@@ -24,12 +23,7 @@ OPTIONS = [dict(), dict(variant="paper"), dict(k=4), dict(k=1, prior="top"), dic
 options = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: " ".join(map(str, option.values())) or "default")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)               # matrices this small are slower on two
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(start=False, **settings):
