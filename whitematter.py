@@ -222,6 +222,10 @@ class WhiteMatterConfig(ScheduleConfig):
             raise ValueError(f"k={self.k}: give a number of channels from 1 to n_layer={self.n_layer}")
         if self.router == "depth_causal" and self.k != self.n_layer:
             raise ValueError(f"router=depth_causal gives each layer its own channel: set k={self.n_layer}, or leave it out")
+        if self.router == "depth_causal" and self.prior not in (None, "identity"):
+            raise ValueError(f"prior={self.prior}: router=depth_causal starts from each layer's own input: leave prior out")
+        if self.router == "depth_causal":
+            self.prior = "identity"
         if self.prior is None:
             self.prior = "shifted_identity" if self.k == self.n_layer > 1 and self.router != "shared" else "cyclic"
         if self.stride < 1:
