@@ -255,8 +255,8 @@ class Run:
         elif not math.isfinite(loss) or not math.isfinite(norm):
             last = self.folder / "last.pt"
             good = f"the last good checkpoint is {last}" if last.exists() else "no checkpoint was saved yet"
-            raise SettingError(f"step {step}: loss {loss}, gradient norm {norm}, learning rate "
-                               f"{learning_rate(self.config, step):.3g}; {good}. Lower --learning_rate or raise --warmup_iters")
+            raise Diverged(f"step {step}: loss {loss}, gradient norm {norm}, learning rate "
+                           f"{learning_rate(self.config, step):.3g}; {good}. Lower --learning_rate or raise --warmup_iters")
 
     # ------------------------------------------------------------------------------------------ validation, checkpoints
 
@@ -568,6 +568,10 @@ EXACT_WINDOWS = 8                                    # held-out windows on which
 BF16_PAYS_FROM = 256                                 # narrower models lose more to casts than the products gain
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12,
               "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12}       # dense, 16 bits, makers' figures
+
+
+class Diverged(SettingError):
+    """A loss or a gradient that is not finite."""
 
 
 def checked(function, *arguments):
