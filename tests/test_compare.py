@@ -1,0 +1,478 @@
+"""tools/compare.py: what it trains, what it finds again, and that its verdicts are those of the numbers."""
+import json
+import math
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import configs
+import train
+from tools import arms, bench, compare, verdict
+
+ROOT = Path(train.__file__).parent
+CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+TINY = ["--n_layer=2", "--n_embd=16", "--n_head=2", "--d_ff=24", "--block_size=16", "--batch_size=2", "--max_iters=4",
+        "--warmup_iters=1", "--eval_interval=2", "--log_interval=1", "--dtype=float32"]
+
+
+@pytest.fixture
+def tiny(tiny_data, tmp_path, monkeypatch, one_thread):
+    """Flags of a comparison that takes no time, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"--data={tiny_data}"]
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(verdict, "figure", lambda report, path: None)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The folders of the runs that are trained, not found, in order."""
+    folders, plain = [], train.train
+
+    def counting(run):
+        folders.append(run.folder.name)
+        plain(run)
+    monkeypatch.setattr(train, "train", counting)
+    return folders
+
+
+def result(name):
+    return json.loads(Path("runs/compare", name).read_text(encoding="utf-8"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def test_quantiles_of_students_t():
+    for df, t in ((1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (19, 2.0930), (10_000, 1.9602)):
+        assert verdict.t_quantile(df) == pytest.approx(t, abs=1e-4)
+    assert verdict.t_quantile(5, inside=0.99) == pytest.approx(4.0321, abs=1e-4)
+
+
+def test_an_interval_by_hand():
+    """Mean -0.02, s.d. 0.01: half width 4.30265 x 0.01 / sqrt(3) = 0.024841."""
+    row = verdict.interval([-0.01, -0.02, -0.03])
+    assert (row["n"], row["verdict"]) == (3, "not shown")
+    assert [row["mean"], row["sd"], row["low"], row["high"]] == pytest.approx([-0.02, 0.01, -0.044841, 0.004841], abs=1e-6)
+    assert verdict.interval([-0.02, -0.021, -0.022])["verdict"] == "lower"
+    assert verdict.interval([0.02, 0.021, 0.022])["verdict"] == "higher"
+    assert verdict.interval([-5.0])["verdict"] == "one seed shows nothing by itself"
+    assert verdict.interval([-0.1, math.inf])["verdict"] == "diverged"
+
+
+def test_tokens_to_a_loss_are_read_between_validations():
+    curve = [(100, 3.0), (200, 2.0), (300, 2.2), (400, 1.0)]
+    assert verdict.tokens_to(2.5, curve) == 150 and verdict.tokens_to(3.5, curve) == 100
+    assert verdict.tokens_to(2.1, curve) == 190 and verdict.tokens_to(1.0, curve) == 400
+    assert verdict.tokens_to(0.9, curve) is None
+
+
+def run(arm, seed, loss, **facts):
+    return dict(arm=arm, seed=seed, val_loss=loss, bits_per_byte=loss / math.log(2), parameters=1000, training_flops=1e9,
+                seconds_per_step=0.1, tokens=400, steps=4, curve=[(200, 3.0), (400, loss)], validation=[(200, 3.0), (400, loss)],
+                device="cpu", dtype="float32") | facts
+
+
+def planted(gap, noise, seeds=range(5), **facts):
+    """A report of two arms whose losses vary by 0.1 over seeds, and their difference by `noise` about `gap`."""
+    report = dict(format=verdict.FORMAT, arms=[
+        dict(label=label, base=base, identity=dict(train=dict(max_iters=4), model=dict(n_layer=2), data=dict(train=9),
+                                                   code=dict(code=1), machine=dict(torch="2.13")))
+        for label, base in (("gpt", None), ("mudd", "gpt"))], runs=[])
+    for seed in seeds:
+        level = 2 + 0.1 * math.sin(seed)
+        report["runs"] += [run("gpt", seed, level), run("mudd", seed, level + gap + noise * math.cos(7 * seed), **facts)]
+    return report | dict(differences=verdict.compare_runs(report))
+
+
+def test_a_planted_difference_is_found_and_a_planted_null_is_not():
+    """The difference is a tenth of what losses vary by: unpaired, five seeds could not show it."""
+    found, = planted(-0.01, 0.002)["differences"]
+    assert found["verdict"] == "lower" and found["low"] < -0.01 < found["high"] < 0
+    null, = planted(0.0, 0.002)["differences"]
+    assert null["verdict"] == "not shown" and null["low"] < 0 < null["high"]
+    assert planted(0.01, 0.002)["differences"][0]["verdict"] == "higher"
+
+
+def test_the_table_has_ratios_and_tokens_to_the_baselines_loss():
+    report = planted(-0.5, 0.0, seeds=(0,), parameters=1100, training_flops=2e9, seconds_per_step=0.15)
+    row, = report["differences"]
+    assert row["tokens"] == [pytest.approx((200 + 200 * 1.0 / 1.5) / 400)]       # 3.0 to 1.5 between 200 and 400, target 2.0
+    cells = [cell.strip() for cell in verdict.table(report).splitlines()[-1].split("|")[1:-1]]
+    assert cells == ["mudd", "1.5000", f"{1.5 / math.log(2):.4f}", "-0.5000", "", "one seed shows nothing by itself",
+                     "x1.100", "x2.000", "x1.50", "x0.83"]
+    assert "never" in verdict.table(planted(0.5, 0.0))
+    assert verdict.reached([0.5, None, 0.7]) == "x0.60 (2 of 3 seeds)"
+    diverged = verdict.table(planted(math.inf, 0.0, validation=[(200, math.inf)]))
+    assert "diverged" in diverged and "never" in diverged
+
+
+def test_only_seeds_that_both_have_are_paired():
+    report = planted(-0.01, 0.0)
+    report["runs"] = [r for r in report["runs"] if (r["arm"], r["seed"]) not in {("gpt", 0), ("mudd", 4)}]
+    assert list(verdict.compare_runs(report)[0]["values"]) == [1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# End to end
+
+
+def test_a_comparison_end_to_end_and_found_again(tiny, trained, capsys):
+    compare.main(["--models=gpt,value_residual:variant=convex,mudd", "--seeds=2", *tiny])
+    out = capsys.readouterr().out
+    assert len(trained) == 6 and [name.split("-s")[1][:4] for name in trained[:3]] == ["1337"] * 3
+    name = "gpt-value_residual_variant=convex-mudd"
+    report = result(f"{name}.json")
+    assert Path(f"runs/compare/{name}.png").stat().st_size > 10_000
+    assert [(row["arm"], row["base"], row["n"]) for row in report["differences"]] == [
+        ("value_residual:variant=convex", "gpt", 2), ("mudd", "gpt", 2)]
+    for row in report["differences"]:
+        for seed, value in row["values"].items():
+            ours, base = (verdict.runs_of(report, label)[int(seed)]["val_loss"] for label in (row["arm"], "gpt"))
+            assert value == ours - base
+        assert f"{row['mean']:+.4f} ({row['sd']:.4f})" in out and f"{row['low']:+.4f} to {row['high']:+.4f}" in out
+    first = report["runs"][0]
+    assert [tokens for tokens, _ in first["validation"]] == [64, 128] and len(first["curve"]) == 4
+    assert first["validation"][-1][1] == first["val_loss"] == train.load_state(
+        Path("runs/compare", trained[0], "last.pt"))["val_loss"]
+    model = train.build("gpt", n_layer=2, n_embd=16, n_head=2, d_ff=24, block_size=16)
+    assert first["parameters"] == sum(p.numel() for p in model.parameters())
+    assert "validation loss" not in out and "expect" not in out
+
+    compare.main(["--models=gpt,mudd", "--seeds=2", *tiny])
+    assert len(trained) == 6 and "found" in capsys.readouterr().out
+    compare.main(["--models=gpt,gpt:d_ff=24", "--seeds=1", *tiny])                 # another name for the same thing
+    assert len(trained) == 6 and "One seed shows nothing by itself" in capsys.readouterr().out
+
+
+def test_what_changes_the_result_trains_anew_and_what_does_not_is_found(tiny, trained, tiny_data, tmp_path, monkeypatch):
+    def again(*flags):
+        before = len(trained)
+        compare.main(["--models=gpt", "--seeds=1", *tiny, *flags])
+        return len(trained) > before
+    assert again()
+    for flags in ([], ["--prompt=a"], ["--sample_tokens=3"], ["--device=cpu"], ["--n_kv_head=2"], ["--first_seed=1337"]):
+        assert not again(*flags), flags
+    for flags in (["--max_iters=5"], ["--learning_rate=1e-3"], ["--d_ff=32"], ["--qk_norm=no"], ["--dtype=bfloat16"],
+                  ["--weight_decay=0"], ["--first_seed=3"]):
+        assert again(*flags), flags
+    monkeypatch.setattr(arms, "code_of", lambda model_class: 1)
+    assert again()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in tiny_data.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert not again(f"--data={copy}")                                             # the same text elsewhere
+    changed = bytearray((copy / "train.bin").read_bytes())
+    changed[-2] ^= 1
+    (copy / "train.bin").write_bytes(changed)
+    arms.data_facts.cache_clear()
+    assert again(f"--data={copy}")
+
+
+def test_comments_do_not_change_the_code_and_formulas_do(tmp_path, monkeypatch):
+    file = tmp_path / "mechanism.py"
+    Mechanism = type("Mechanism", (), dict(__module__="mechanism"))
+    monkeypatch.setitem(sys.modules, "mechanism", type(sys)("mechanism"))
+    sys.modules["mechanism"].__file__ = str(file)
+
+    def code(source):
+        file.write_text(source, encoding="utf-8")
+        return arms.code_of(Mechanism)
+    assert code('"""A"""\nx = 1  # one\n') == code('"""B\nC"""\n\nx  = 1\n') != code('"""A"""\nx = 2  # one\n')
+    assert arms.code_of(train.MODELS["gpt"][1]) != arms.code_of(train.MODELS["mudd"][1])
+
+
+def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tiny, trained, capsys, monkeypatch, tmp_path):
+    argv = ["--models=gpt,mudd", "--seeds=2", *tiny]
+    plain = train.Run.micro_batches
+
+    def interrupted(self, step):
+        self.stop = self.stop or step == 2 and len(trained) == 4                   # as Ctrl-C in the last run's third step
+        return plain(self, step)
+    monkeypatch.setattr(train.Run, "micro_batches", interrupted)
+    with pytest.raises(SystemExit, match=re.escape(shlex.join(argv))):
+        compare.main(argv)
+    out = capsys.readouterr().out
+    assert "| mudd" in out and "one seed shows nothing by itself" in out           # the pair of seed 1337
+    assert train.load_state(Path("runs/compare", trained[3], "last.pt"))["step"] == 3
+    monkeypatch.setattr(train.Run, "micro_batches", plain)
+    compare.main(argv)
+    assert len(trained) == 5 and trained[4] == trained[3]
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    compare.main(argv)
+    for ours, whole in zip(json.loads((tmp_path / "runs/compare/gpt-mudd.json").read_text())["runs"],
+                           result("gpt-mudd.json")["runs"]):
+        assert (ours["val_loss"], ours["curve"], ours["validation"]) == (whole["val_loss"], whole["curve"], whole["validation"])
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(tiny, trained, monkeypatch):
+    plain, argv = train.Run.log, ["--models=gpt", "--seeds=1", *tiny]
+    monkeypatch.setattr(train.Run, "log", lambda self, *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="go on with"):
+        compare.main(argv)
+    monkeypatch.setattr(train.Run, "log", plain)
+    compare.main(argv)
+    assert len(result("gpt.json")["runs"][0]["curve"]) == 4
+
+
+def test_a_diverged_run_is_a_result_and_stops_nothing(tiny, trained, monkeypatch, capsys):
+    plain = train.Run.refuse_non_finite
+    monkeypatch.setattr(train.Run, "refuse_non_finite", lambda self, step, loss, norm: plain(
+        self, step, math.nan if step == 1 and self.config.learning_rate == 9 else loss, norm))
+    compare.main(["--models=gpt,gpt:learning_rate=9", "--seeds=2", *tiny])
+    row, = result("gpt-gpt_learning_rate=9.json")["differences"]
+    assert row["verdict"] == "diverged" and len(trained) == 4
+    assert "diverged" in capsys.readouterr().out
+
+
+def test_processes_on_other_seeds_write_elsewhere_and_are_found(tiny, trained):
+    compare.main(["--models=gpt,mudd", "--seeds=1", *tiny])
+    compare.main(["--models=gpt,mudd", "--seeds=2", "--first_seed=1", *tiny])
+    assert {path.name for path in Path("runs/compare").glob("*.json")} == {"gpt-mudd.json", "gpt-mudd-from-seed-1.json"}
+    compare.main(["--models=gpt,mudd", "--seeds=3", *tiny])
+    assert len(trained) == 6 and result("gpt-mudd.json")["differences"][0]["n"] == 3
+
+
+def test_without_matplotlib_the_results_are_there(tiny, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    compare.main(["--models=gpt,mudd", "--seeds=1", *tiny])
+    assert "pip install matplotlib" in capsys.readouterr().out.splitlines()[-1]
+    assert result("gpt-mudd.json")["runs"] and not Path("runs/compare/gpt-mudd.png").exists()
+
+
+def test_quick_is_two_arms_one_seed_of_the_laptop_run(tiny, tiny_data, trained, capsys):
+    config, chosen, _, _ = compare.plan(["--quick", f"--data={tiny_data}"])
+    assert [arm.label for arm in chosen] == ["gpt", "value_residual"] and config.seeds == 1
+    laptop = configs.load_preset("laptop")
+    assert chosen[0].config.n_embd == laptop["n_embd"] and chosen[0].steps == compare.QUICK["max_iters"] < laptop["max_iters"]
+    compare.main(["--quick", "--models=gpt,mudd,lime", *tiny])
+    assert len(trained) == 2 and "One seed shows nothing by itself" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equal cost, and each arm at its best
+
+
+def weights(L, D, F, heads=2):
+    """Parameters of the baseline: matrices, norms of the blocks, their q and k norms, the last norm, 320 rows of embedding."""
+    return L * (4 * D * D + 3 * D * F + 2 * D + 2 * (D // heads)) + D + 320 * D
+
+
+def flops(L, D, F, T):
+    matrices = 8 * D * D + 6 * D * F
+    return L * (3 * matrices + 3.5 * 4 * D * (T + 1) / 2) + 3 * 2 * D * 320
+
+
+def test_match_by_width_is_the_nearest_baseline_and_says_by_how_much_it_misses(tiny):
+    _, chosen, _, remarks = compare.plan(["--models=gpt,mudd,gpt:n_layer=4", "--match=params", *tiny])
+    for base, arm, remark in zip(chosen[::2], chosen[1::2], remarks):
+        c = base.config
+        assert arm.base == base.label and c.n_embd % 4 == 0 and c.d_ff % 8 == 0
+        assert base.parameters == weights(2, c.n_embd, c.d_ff)
+        miss = base.parameters / arm.parameters - 1
+        assert f"mismatch {miss:+.2%}" in remark and base.label in remark
+        for d_ff in (c.d_ff - 8, c.d_ff + 8):
+            assert abs(weights(2, c.n_embd, d_ff) / arm.parameters - 1) >= abs(miss)
+    assert chosen[0].config.n_embd < chosen[2].config.n_embd and chosen[3].parameters == weights(4, 16, 24)
+
+
+def test_match_by_depth_and_by_tokens(tiny):
+    _, (base, arm), _, (remark,) = compare.plan(["--models=gpt,whitematter", "--match=flops", "--match_by=depth", *tiny])
+    n = base.config.n_layer
+    assert base.training_flops == 128 * flops(n, 16, 24, 16) and f"{base.training_flops / arm.training_flops - 1:+.2%}" in remark
+    for other in (n - 1, n + 1):
+        assert abs(128 * flops(other, 16, 24, 16) - arm.training_flops) >= abs(base.training_flops - arm.training_flops)
+    _, (base, arm), _, _ = compare.plan(["--models=gpt,whitematter", "--match=flops", "--match_by=tokens", *tiny])
+    assert base.steps == round(arm.training_flops / (32 * flops(2, 16, 24, 16))) > 4 and base.config.n_layer == 2
+
+
+def test_each_other_arm_is_compared_with_its_own_matched_baseline(tiny, capsys):
+    compare.main(["--models=gpt,value_residual,whitematter", "--match=flops", "--match_by=tokens", "--seeds=1", *tiny])
+    out = capsys.readouterr().out
+    rows = result("gpt-value_residual-whitematter-match-flops-tokens.json")["differences"]
+    assert rows[0]["base"] == "gpt:max_iters=4" and rows[0]["base"] != rows[1]["base"] and f"to {rows[1]['base']}" in out
+    assert all(0.8 < row["flops"] < 1.2 for row in rows) and rows[1]["parameters"] != 1
+
+
+def test_a_sweep_reports_each_arm_at_its_best_rate(tiny, monkeypatch, capsys):
+    best = {"gpt": 2e-3, "mudd": 1e-3}
+    plain = compare.read_log
+
+    def planted(folder, arm, seed, diverged):
+        rate, model = float(arm.settings["learning_rate"]), arm.settings["model"]
+        return plain(folder, arm, seed, diverged) | dict(val_loss=1 + (model == "mudd") + abs(math.log(rate / best[model])))
+    monkeypatch.setattr(compare, "read_log", planted)
+    compare.main(["--models=gpt,mudd", "--sweep=learning_rate", "--seeds=2", "--learning_rate=2e-3", *tiny])
+    out = capsys.readouterr().out
+    assert "learning_rate of gpt: 0.001: 1.6931, 0.002: 1.0000 (best), 0.004: 1.6931" in out
+    assert "learning_rate of mudd: 0.001: 2.0000 (best)" in out and out.count("end of the grid") == 1
+    report = result("gpt-mudd-sweep-learning_rate.json")
+    row, = report["differences"]
+    assert (row["arm"], row["base"]) == ("mudd:learning_rate=0.001", "gpt:learning_rate=0.002")
+    assert row["mean"] == pytest.approx(1) and len(report["runs"]) == 12
+    _, _, sweep, _ = compare.plan(["--models=gpt", "--sweep=learning_rate", "--sweep_values=3e-3,1e-3", *tiny])
+    assert [arm.label for arm in sweep["gpt"]] == ["gpt:learning_rate=0.001", "gpt:learning_rate=0.003"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many machines
+
+
+def files(*reports):
+    for n, report in enumerate(reports):
+        Path(f"{n}.json").write_text(json.dumps(report), encoding="utf-8")
+    return [f"{n}.json" for n in range(len(reports))]
+
+
+def test_merge_pairs_within_a_machine_and_takes_the_interval_over_machines(tmp_path, monkeypatch, capsys):
+    """Machines' means -0.01, -0.02 and -0.03, from two seeds, one and one: mean -0.02 +- 0.024841."""
+    monkeypatch.chdir(tmp_path)
+    names = files(planted(-0.01, 0.0, [1, 2]), planted(-0.02, 0.0, [3]), planted(-0.03, 0.0, [4]))
+    compare.main(["--merge", *names, "--out=all.json"])
+    row, = json.loads(Path("all.json").read_text())["differences"]
+    assert row["n"] == 3 and [row["mean"], row["low"], row["high"]] == pytest.approx([-0.02, -0.044841, 0.004841], abs=1e-6)
+    assert "-0.0200 (0.0100)" in capsys.readouterr().out and Path("all.png").exists()
+    compare.main([f"--merge={names[0]}", names[1]])
+    assert "-0.0150" in capsys.readouterr().out
+
+
+def test_results_of_real_runs_merge(tiny, capsys):
+    for seed in (1, 2):
+        compare.main(["--models=gpt,mudd", "--seeds=1", f"--first_seed={seed}", f"--out={seed}.json", *tiny])
+    compare.main(["--merge", "1.json", "2.json"])
+    row, = result("merged.json")["differences"]
+    assert row["n"] == 2 and row["sd"] is not None
+    compare.main(["--models=gpt,mudd", "--seeds=1", "--first_seed=3", "--out=3.json", *tiny, "--weight_decay=0"])
+    with pytest.raises(SystemExit, match="weight_decay of gpt is 0.0, and 0.1 in 1.json"):
+        compare.main(["--merge", "1.json", "3.json"])
+
+
+def other_settings(report):
+    report["arms"][1]["identity"]["model"]["n_layer"] = 3
+    return report
+
+
+@pytest.mark.parametrize("second, sentence", [
+    (planted(0, 0, [1]), "both have seed 1"),
+    (other_settings(planted(0, 0, [2])), "n_layer of mudd is 3, and 2 in 0.json"),
+    (planted(0, 0, [2]) | dict(differences=[]), "no arm in common"),
+    (dict(a=1), "1.json is no result"), ([], "1.json is no result"), (None, "cannot be read"),
+])
+def test_what_cannot_be_merged_is_refused_in_one_line(second, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files(planted(0, 0, [1]), *([second] if second is not None else []))
+    with pytest.raises(SystemExit, match=sentence) as error:
+        compare.main(["--merge", "0.json", "1.json"])
+    assert "\n" not in str(error.value) and not Path("runs").exists()
+
+
+def test_one_file_is_not_many_machines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="at least two"):
+        compare.main(["--merge", *files(planted(0, 0))])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Studies, claims, wrong input
+
+
+@pytest.mark.parametrize("study", arms.STUDIES)
+@pytest.mark.parametrize("preset", ["compare", "eight layers", "two layers"])
+def test_every_arm_of_every_study_builds(study, preset, tiny_data):
+    flags = {"compare": [], "eight layers": ["--n_layer=8"], "two layers": ["--n_layer=2"]}[preset]
+    _, chosen, _, _ = compare.plan([f"--study={study}", f"--data={tiny_data}", *flags])
+    labels = [arm.label for arm in chosen]
+    assert len(labels) == len(set(labels)) >= 2 and all(arm.base in labels for arm in chosen if arm.base)
+    identities = [json.dumps(arm.identity, sort_keys=True) for arm in chosen]
+    assert len(set(identities)) == len(identities), "two arms of a study are one and the same"
+
+
+def test_a_shortcut_from_v2_in_a_cut_stream_is_compared_with_the_cut_stream(tiny_data):
+    _, chosen, _, _ = compare.plan(["--study=source", f"--data={tiny_data}"])
+    bases = {arm.label: arm.base for arm in chosen}
+    assert bases["shortcut:variant=resid_start_value:source=1:resid_start=2"] == "shortcut:variant=resid_start:resid_start=2"
+    assert bases["value_residual:source=1"] == "gpt"
+
+
+def test_values_with_commas_stay_whole(tiny_data):
+    _, chosen, _, _ = compare.plan(["--models=gpt,value_residual:variant=sparse:targets=2,3,mudd", f"--data={tiny_data}"])
+    assert [arm.label for arm in chosen] == ["gpt", "value_residual:variant=sparse:targets=2,3", "mudd"]
+    assert chosen[1].config.targets == (2, 3)
+
+
+def test_help_lists_every_setting(capsys):
+    compare.main(["--help"])
+    out = capsys.readouterr().out
+    assert "--match_by=width" in out and "--max_iters=1000" in out and "--merge a.json" in out
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--models=gpt,mud"], "mud is no model: choose among gpt"),
+    (["--models=gpt,"], "an empty name is no model"),
+    (["--models=gpt,gpt"], "gpt is there twice"),
+    (["--models=gpt,mudd,mudd"], "mudd is there twice"),
+    (["--models=gpt,mudd:dynamic"], "write model:setting=value"),
+    (["--models=gpt,mudd:dynamc=no"], "did you mean --dynamic"),
+    (["--models=gpt,mudd:seed=1"], "instead: --seeds"),
+    (["--dynamic=no"], "no setting of gpt: write it behind its model, mudd:dynamic"),
+    (["--max_iter=3"], "did you mean --max_iters"),
+    (["--max_iters=many"], "a whole number is wanted"),
+    (["--study=when"], "choose one of where, source"),
+    (["--match=time"], "choose one of params, flops"),
+    (["--match=params", "--match_by=tokens"], "give --match=flops"),
+    (["--sweep=data"], "that is a number"),
+    (["--sweep=lr"], "that is a number"),
+    (["--seeds=0"], "at least 1"),
+    (["--seed=3"], "instead: --seeds"),
+    (["--model=mudd"], "instead: --models"),
+    (["--resume"], "found and resumed by themselves"),
+    (["--out=a.txt"], "give the name of a .json file"),
+    (["--data=nowhere"], "no data set 'nowhere'"),
+    (["--device=tpu"], "cannot be used here"),
+    (["none.toml"], "is no preset"),
+    (["--merge", "--bogus=1"], "is no setting here"),
+])
+def test_wrong_input_is_answered_with_one_line_and_nothing_is_written(argv, sentence, tiny, tmp_path):
+    own = {argument.partition("=")[0] for argument in argv}
+    with pytest.raises(SystemExit) as error:
+        compare.main([*(flag for flag in tiny if flag.partition("=")[0] not in own), *argv])
+    assert str(error.value).startswith("compare: ") and sentence in str(error.value) and "\n" not in str(error.value)
+    assert not any(tmp_path.iterdir())
+
+
+ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in CLAIMS.splitlines() if re.match(r"\| \d+ ", line)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_a_claim_has_a_valid_command_a_figure_and_a_verdict(row, tiny_data, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    number, claim, paper, commands, ours, conclusion = row
+    assert claim and paper
+    assert re.fullmatch(r"shown.*|not shown.*|contradicted.*|open|not testable at this scale: .{15,}", conclusion)
+    assert (ours == "not measured yet") == bool(re.match("open|not testable", conclusion))
+    for command in re.findall(r"`(python [^`]*)`", commands) or pytest.fail("no command"):
+        words = shlex.split(command)[1:]
+        if words[:2] == ["-m", "tools.compare"]:
+            _, chosen, _, _ = compare.plan([*words[2:], f"--data={tiny_data}"])
+            assert any(arm.base for arm in chosen)
+        elif words[:2] == ["-m", "tools.bench"]:
+            settings = configs.read(words[2:])
+            configs.build(settings, bench.BenchConfig, train.MODELS[settings["model"]][0])
+        elif words[0] == "train.py":
+            train.read_settings(configs.read(words[1:]))
+        else:
+            assert words in (["-m", "tools.table4"], ["depth_attention.py"], ["cyclic.py", "runs/cyclic_lab"])
+
+
+def test_the_ledger_is_numbered():
+    assert [int(row[0]) for row in ROWS] == list(range(1, len(ROWS) + 1)) and len(ROWS) >= 24

@@ -1,0 +1,204 @@
+"""
+What tools.compare trains: arms, the studies that name lists of them, baselines of equal cost, and sweeps.
+
+An arm is a model with settings of its own, written as model:setting=value:setting=value. A study is a function of L = n_layer
+and gives groups of arms; the first arm of a group is the baseline of the others in it.
+"""
+import bisect
+import functools
+import json
+import re
+import sys
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import configs
+import data
+import train
+from configs import SettingError
+
+
+def where(L):
+    """The first layer's tensor handed to every later layer, at each of the places where it can enter."""
+    return [["gpt", "value_residual",
+             *(f"shortcut:variant={place}" for place in ("query", "key", "matrix", "output", "hidden", "hidden_zero"))]]
+
+
+def source(L):
+    """Values from V_1, V_2, ... (code layers 0, 1, ...); then from V_2 where the stream starts above H_0, or above H_1."""
+    cut = [[f"shortcut:variant=resid_start:resid_start={s}",
+            f"shortcut:variant=resid_start_value:source=1:resid_start={s}"] for s in (1, 2) if s < L]
+    return [["gpt", *(f"value_residual:source={n}" for n in range(L - 1))], *cut]
+
+
+def target(L):
+    """V_1 handed, half and half, to a single layer: paper layers 2 .. L, code layers 1 .. L-1."""
+    half = "constant=0.5:self_weight=0.5"
+    return [["gpt", *(f"value_residual:variant=sparse:targets={n}:{half}" for n in range(1, L))]]
+
+
+def ladder(L):
+    """From the baseline to MUDDFormer, a step at a time; the last arm is the baseline with the re-allocation alone."""
+    return [["gpt", "mudd:dynamic=no:multiway=no", "mudd:dynamic=no", "mudd:multiway=no", "mudd",
+             "mudd:reallocate_ffn=yes", "mudd:drop_ways=qkvr:reallocate_ffn=yes"]]
+
+
+def streams(L):
+    """MUDD without the mixture of its query, key, value or residual. Here MUDD is the baseline."""
+    return [["mudd", *(f"mudd:drop_ways={way}" for way in "qkvr"), "gpt"]]
+
+
+def feedback(L):
+    """Who reads past tokens at which depth. The deeper baseline is the WhiteMatter paper's control."""
+    return [["gpt", "feedback", "lckv", "fusedkv", "whitematter", f"whitematter:k={L}", "recurrent",
+             f"gpt:n_layer={L * 3 // 2}"]]
+
+
+STUDIES = {study.__name__: study for study in (where, source, target, ladder, streams, feedback)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An arm
+
+
+@dataclass
+class Arm:
+    label: str                # model:setting=value:...
+    settings: dict            # of train.py, all but seed and out_dir
+    identity: dict            # all that determines a run's result, but the seed
+    config: object            # the model's
+    parameters: int
+    training_flops: float     # of the whole training, head included
+    steps: int
+    base: str | None = None   # label of its baseline; None: it is one
+
+
+def make_arm(label, shared):
+    """A label and the settings that all arms share -> Arm. Its model has been built once, so it can be."""
+    name, own = parse(label)
+    if name not in train.MODELS:
+        raise SettingError(f"--models: {name or 'an empty name'} is no model: choose among {', '.join(train.MODELS)}")
+    for setting in shared.keys() - names_of(train.TrainConfig) - names_of(train.MODELS[name][0]):
+        for other, (config_class, _) in train.MODELS.items():
+            if setting in names_of(config_class):
+                raise SettingError(f"--{setting} is no setting of {name}: write it behind its model, {other}:{setting}=...")
+    settings = shared | own | dict(model=name)
+    config, model_config, model_class = train.read_settings(settings)
+    facts = data_facts(config.data)
+    if "vocab_size" not in settings:
+        model_config.vocab_size = facts["vocab_size"]
+    parameters = sum(p.numel() for p in train.checked(model_class, model_config).parameters())
+    flops = sys.modules[model_class.__module__].flops_per_token(model_config, model_config.block_size)
+    tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * model_config.block_size
+    return Arm(label, settings, identity(config, model_config, model_class), model_config, parameters,
+               tokens * (flops["train"] + 3 * flops["head"]), config.max_iters)
+
+
+def parse(label):
+    """model:setting=value:... -> (model, {setting: value})"""
+    name, *pairs = label.split(":")
+    own = {}
+    for pair in pairs:
+        setting, equals, value = pair.partition("=")
+        if not setting or not equals:
+            raise SettingError(f"--models: {pair!r} in {label} is no setting: write model:setting=value")
+        own[setting] = value
+    refuse_reserved(own)
+    return name, own
+
+
+def with_settings(label, **changes):
+    name, own = parse(label)
+    return ":".join([name, *(f"{setting}={value}" for setting, value in (own | changes).items())])
+
+
+def names_of(config_class):
+    return {field.name for field, _, _ in configs.fields(config_class)}
+
+
+def refuse_reserved(names):
+    instead = {"model": "--models", "seed": "--seeds and --first_seed", "out_dir": "--out",
+               "overwrite": "delete a run's folder", "resume": "nothing, runs are found and resumed by themselves"}
+    for name in names:
+        if name in instead:
+            raise SettingError(f"--{name} is not for a comparison; instead: {instead[name]}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What makes two runs the same run
+
+
+ELSEWHERE = {"data", "out_dir", "resume", "overwrite", "device", "dtype", "compile", "prompt", "sample_tokens"}
+
+
+def identity(config, model_config, model_class):
+    """All that determines a run's result but its seed, as JSON gives it back; `machine` is what may differ elsewhere."""
+    device, dtype, _ = train.device_and_dtype(config, model_config)
+    compiled = config.compile == "on" or config.compile == "auto" and device.type == "cuda"
+    facts = dict(train={name: value for name, value in asdict(config).items() if name not in ELSEWHERE},
+                 model={name: value for name, value in asdict(model_config).items() if name != "seed"},
+                 data=data_facts(config.data), code=dict(code=code_of(model_class)),
+                 machine=dict(device=train.device_name(device), dtype=str(dtype), compiled=compiled, torch=torch.__version__))
+    return json.loads(json.dumps(facts))
+
+
+@functools.cache
+def data_facts(name):
+    """What the text is: its tokenizer, its length, and a checksum of the first million tokens of each split."""
+    folder = train.checked(data.dataset, name)
+    meta = train.checked(data.read_meta, folder)
+    facts = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"])
+    for split in ("train", "val"):
+        tokens = train.checked(data.open_tokens, folder, split, meta["vocab_size"])
+        facts |= {split: len(tokens), f"{split}_checksum": zlib.crc32(tokens.map(0)[:2 ** 20].tobytes())}
+    return facts
+
+
+def code_of(model_class):
+    """A checksum of the files that define the model, comments, docstrings and spaces left out."""
+    modules = {cls.__module__ for cls in model_class.__mro__ if not cls.__module__.startswith(("torch", "builtins"))}
+    source = "".join(Path(sys.modules[module].__file__).read_text(encoding="utf-8") for module in sorted(modules))
+    return zlib.crc32("".join(re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.DOTALL).split()).encode())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equal cost, and several values of a setting
+
+
+def cost(kind, arm):
+    return arm.parameters if kind == "params" else arm.training_flops
+
+
+def matched(kind, by, plain, arm, shared):
+    """The baseline `plain`, made wider, deeper or longer trained: of these the one whose cost is the nearest to the arm's.
+
+    width: n_embd in steps that keep its heads whole, d_ff in proportion; then d_ff alone, in eights, for what is left.
+    """
+    target, c = cost(kind, arm), plain.config
+
+    def nearest(values, change):
+        def made(value):
+            return make_arm(with_settings(plain.label, **change(value)), shared)
+        n = bisect.bisect_left(values, target, key=lambda value: cost(kind, made(value)))      # cost rises with value
+        return min((made(value) for value in values[max(0, n - 1):n + 1]), key=lambda near: abs(cost(kind, near) - target))
+
+    if by == "depth":
+        return nearest(range(1, 4 * c.n_layer + 1), lambda n: dict(n_layer=n))
+    if by == "tokens":
+        return nearest(range(1, 8 * plain.steps + 1), lambda n: dict(max_iters=n))
+    step = 8 if "head_dim" in plain.settings else 2 * c.n_head
+    widths = range(max(step, c.n_embd // 2 // step * step), 2 * c.n_embd + 1, step)
+    wide = nearest(widths, lambda D: dict(n_embd=D, d_ff=max(1, round(c.d_ff * D / c.n_embd / 8)) * 8))
+    return nearest(range(8, 2 * wide.config.d_ff + 1, 8), lambda F: dict(n_embd=wide.config.n_embd, d_ff=F))
+
+
+def swept(setting, values, arm, shared):
+    """The arm once for each value of the setting, in rising order. No values: half, once and twice what it is."""
+    now = {**arm.identity["train"], **arm.identity["model"]}.get(setting)
+    if isinstance(now, bool) or not isinstance(now, (int, float)):
+        raise SettingError(f"--sweep={setting}: give a setting of {arm.label} that is a number, such as learning_rate")
+    values = sorted(values) or [type(now)(now * factor) for factor in (0.5, 1, 2)]
+    return [make_arm(with_settings(arm.label, **{setting: f"{value:.12g}"}), shared) for value in values]

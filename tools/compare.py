@@ -1,0 +1,294 @@
+"""
+Train models on the same batches, from several seeds, and say which differences are real.
+
+    python -m tools.compare                                     gpt, value_residual, mudd; 3 seeds: configs/compare.toml
+    python -m tools.compare --models=gpt,mudd,mudd:dynamic=no   an arm is a model, its own settings behind colons
+    python -m tools.compare --study=ladder --seeds=5            a named list of arms, see tools/arms.py
+    python -m tools.compare --models=gpt,mudd --match=flops     the baseline widened until both cost the same
+    python -m tools.compare --sweep=learning_rate               each arm at its best of several learning rates
+    python -m tools.compare --quick                             two models, one seed, under 5 minutes on two CPU cores
+    python -m tools.compare --merge a.json b.json c.json        a result of each machine: the interval over machines
+
+Any setting of train.py holds for all arms, as in --max_iters=300; a preset may stand before the flags. The first arm is
+the baseline. What the table says of each arm:
+
+    nats per token     exact loss over every held-out token after the last step, mean and standard deviation over seeds
+    difference         to the baseline, paired by seed, with its 95 % interval: tools/verdict.py has the formulas
+    verdict            lower, higher, or not shown: the interval holds zero. One seed shows nothing by itself
+    parameters, training FLOPs, seconds per step     ratios to the baseline's, whose row has the amounts. FLOPs are of
+                       the whole training, head included, as flops_per_token counts; seconds are the median step's
+    tokens to its loss     the share of the baseline's tokens after which the arm has the baseline's final loss, read
+                       on a straight line between validations (every --eval_interval steps), or "never"
+
+Each run lies in runs/compare/<model>-s<seed>-<hash>, the hash over all that determines its result. A finished run is
+found again, an interrupted one resumed; a changed setting, text or model file makes another run. Delete a folder to
+repeat it.
+"""
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import configs
+import train
+from configs import SettingError
+from tools import arms, verdict
+
+RUNS = Path("runs", "compare")
+QUICK = dict(max_iters=1000, eval_interval=250)              # of laptop.toml
+
+
+@dataclass
+class CompareConfig:
+    models: str = "gpt,value_residual,mudd"  # the arms; the first is the baseline
+    study: str = ""                          # where, source, target, ladder, streams or feedback, instead of --models
+    seeds: int | None = None                 # runs of each arm, from the seeds 1337, 1, 2, ... (default: 3; --quick: 1)
+    first_seed: int | None = None            # from the seeds first_seed, first_seed + 1, ... instead: another machine's
+    match: str = ""                          # params or flops: train beside each arm a baseline of equal cost
+    match_by: str = "width"                  # what of the baseline changes: width, depth, or (flops only) tokens
+    sweep: str = ""                          # a setting, such as learning_rate: report each arm at its best value
+    sweep_values: tuple[float, ...] = ()     # the values to try (default: half, once and twice the preset's)
+    out: str = ""                            # file of the results (default: runs/compare/<name>.json), figure beside it
+    quick: bool = False                      # the first two arms only, one seed, a short laptop run
+
+    def __post_init__(self):
+        for name, words in (("study", ("", *arms.STUDIES)), ("match", ("", "params", "flops")),
+                            ("match_by", ("width", "depth", "tokens"))):
+            if getattr(self, name) not in words:
+                raise ValueError(f"--{name}={getattr(self, name)}: choose one of {', '.join(filter(None, words))}")
+        if self.match_by == "tokens" and self.match == "params":
+            raise ValueError("--match=params --match_by=tokens: more tokens are no more parameters; give --match=flops")
+        self.seeds = (1 if self.quick else 3) if self.seeds is None else self.seeds
+        if self.seeds < 1:
+            raise ValueError(f"--seeds={self.seeds}: give a whole number of at least 1")
+        if self.out and not self.out.endswith(".json"):
+            raise ValueError(f"--out={self.out}: give the name of a .json file; the figure takes it with .png")
+
+
+def plan(argv):
+    """Command line -> (CompareConfig, arms, {label: its arms in the sweep}, remarks). Every arm has been built once."""
+    settings = configs.read(argv)
+    if all(argument.startswith("-") for argument in argv):
+        quick = configs.convert("quick", settings.get("quick", False), bool)
+        settings = (configs.load_preset("laptop") | QUICK if quick else configs.load_preset("compare")) | settings
+    own = arms.names_of(CompareConfig)
+    config, = configs.build({name: value for name, value in settings.items() if name in own}, CompareConfig)
+    shared = {name: value for name, value in settings.items() if name not in own}
+    arms.refuse_reserved(shared)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SettingError("a comparison is one process: start it without torchrun, and share out the seeds instead")
+
+    groups = [re.split(r",(?!\d)", config.models)]           # a comma before a digit stands within a value: targets=2,3
+    if config.study:
+        groups = arms.STUDIES[config.study](arms.make_arm("gpt", shared).config.n_layer)
+    if config.quick:
+        groups = [groups[0][:2]]
+    chosen, remarks = {}, []
+    for first, *others in groups:
+        plain = arms.make_arm(first, shared)
+        if not others or not config.match:
+            chosen[first] = plain
+        for label in others:
+            arm, base = arms.make_arm(label, shared), plain
+            if config.match:
+                base = arms.matched(config.match, config.match_by, plain, arm, shared)
+                chosen[base.label] = base
+                ours, its = arms.cost(config.match, base), arms.cost(config.match, arm)
+                remarks.append(f"beside {label} stands {base.label}: {ours:,.6g} {config.match} against {its:,.6g}, "
+                               f"mismatch {ours / its - 1:+.2%}")
+            if label in chosen:
+                raise SettingError(f"--models: {label} is there twice: name each arm once")
+            arm.base = base.label
+            chosen[label] = arm
+    sweep = {}
+    if config.sweep:
+        sweep = {arm.label: arms.swept(config.sweep, config.sweep_values, arm, shared) for arm in chosen.values()}
+    return config, list(chosen.values()), sweep, remarks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def train_all(chosen, seeds):
+    """(results, whether all are there). Seed by seed, so that what is there when Ctrl-C comes are whole pairs."""
+    runs, todo = [], list(itertools.product(seeds, chosen))
+    try:
+        for n, (seed, arm) in enumerate(todo, 1):
+            what, found = f"[{n}/{len(todo)}] {arm.label}, seed {seed}:", (folder_of(arm, seed) / "result.json").exists()
+            if not found:
+                print(f"{what} training", flush=True)
+            runs.append(run_one(arm, seed))
+            print(f"{what} {runs[-1]['val_loss']:.4f} nats per token" + ", found" * found, flush=True)
+        return runs, True
+    except (KeyboardInterrupt, SystemExit):                  # train.py leaves by SystemExit when it has saved
+        return runs, False
+
+
+def folder_of(arm, seed):
+    digest = hashlib.sha256(json.dumps(arm.identity | dict(seed=seed), sort_keys=True).encode()).hexdigest()
+    return RUNS / f"{arm.settings['model']}-s{seed}-{digest[:8]}"
+
+
+def run_one(arm, seed):
+    """The result of one run: read where it is finished, else trained, from its last checkpoint where it has one."""
+    folder = folder_of(arm, seed)
+    if not (folder / "result.json").exists():
+        resumed = train.load_state(folder / "last.pt") if (folder / "last.pt").exists() else None
+        settings = arm.settings | dict(seed=seed, out_dir=str(folder), overwrite=resumed is None)
+        diverged = None
+        if resumed is None or resumed["step"] < arm.steps:
+            with contextlib.redirect_stdout(io.StringIO()):  # its progress bar, on stderr, is left
+                run = train.Run(settings, resumed)
+                try:
+                    train.train(run)
+                except train.Diverged as error:
+                    diverged = str(error)
+        write_json(folder / "result.json", read_log(folder, arm, seed, diverged))
+    return json.loads((folder / "result.json").read_text(encoding="utf-8")) | dict(arm=arm.label)
+
+
+def read_log(folder, arm, seed, diverged):
+    """A run's log.jsonl -> its result. A run that diverged has an infinite loss."""
+    head, *records = map(json.loads, train.log_until(folder / "log.jsonl", arm.steps))
+    steps = [record for record in records if "loss" in record]
+    checks = [record for record in records if "val_loss" in record]
+    config = head["train_config"]
+    per_step = config["batch_size"] * config["gradient_accumulation_steps"] * arm.config.block_size
+    last = checks[-1] if checks and not diverged else dict(val_loss=math.inf, bits_per_byte=math.inf)
+    return dict(
+        model=config["model"], seed=seed, val_loss=last["val_loss"], bits_per_byte=last["bits_per_byte"],
+        parameters=head["parameters"], training_flops=arm.training_flops, steps=arm.steps, tokens=arm.steps * per_step,
+        seconds_per_step=statistics.median([record["seconds"] for record in steps] or [math.nan]),
+        curve=[(record["step"] * per_step, record["loss"]) for record in steps],
+        validation=[(record["step"] * per_step, record["val_loss"]) for record in checks] or [(0, math.inf)],
+        diverged=diverged, threads=torch.get_num_threads(), settings=arm.settings,
+        **{name: head[name] for name in ("device", "dtype", "compiled", "torch", "python", "commit")})
+
+
+def write_json(path, content):
+    """Under another name first, then renamed: a result is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.write_text(json.dumps(content) + "\n", encoding="utf-8", newline="\n")
+    os.replace(partial, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What came out
+
+
+def choose(setting, chosen, sweep, runs):
+    """(each arm at the value of the swept setting whose mean validation loss is the lowest, lines that say which)."""
+    losses, best, lines = {}, {}, []
+    for run in runs:
+        losses.setdefault(run["arm"], []).append(run["val_loss"])
+    for label, tried in sweep.items():
+        means = [statistics.fmean(losses.get(arm.label, [math.inf])) for arm in tried]
+        n = means.index(min(means))
+        best[label] = tried[n]
+        values = [arms.parse(arm.label)[1][setting] for arm in tried]
+        lines.append(f"{setting} of {label}: " + ", ".join(
+            f"{value}: {mean:.4f}" + " (best)" * (i == n) for i, (value, mean) in enumerate(zip(values, means))))
+        if n in (0, len(tried) - 1):
+            lines.append("  the best is at an end of the grid, so a better one may lie beyond: widen --sweep_values")
+    for arm in chosen:
+        best[arm.label].base = arm.base and best[arm.base].label
+    return list(best.values()), lines
+
+
+def make_report(argv, chosen, runs):
+    report = dict(format=verdict.FORMAT, command=command(argv), runs=runs,
+                  arms=[dict(label=arm.label, base=arm.base, identity=arm.identity) for arm in chosen])
+    return report | dict(differences=verdict.compare_runs(report))
+
+
+def command(argv):
+    return shlex.join(["python", "-m", "tools.compare", *argv])
+
+
+def show(report):
+    print("\n" + verdict.table(report) + "\n")
+    rows, runs = report["differences"], report["runs"]
+    if any(row["n"] == 1 for row in rows):
+        print("One seed shows nothing by itself: another seed moves a loss about as much as most models do. Try --seeds=3.")
+    if any(row["verdict"] == "not shown" for row in rows):
+        print("not shown: the interval holds zero, so these seeds do not tell the difference from none.")
+    if sum(row["n"] > 1 for row in rows) >= 5:
+        print(f"Of {len(rows)} intervals of 95 %, expect {0.05 * len(rows):.1f} to miss the truth by chance.")
+    for text in sorted({"{device}, {dtype}, compiled: {compiled}, {threads} threads, torch {torch}".format(**r) for r in runs}):
+        print(text)
+
+
+def save(report, path):
+    write_json(path, report)
+    print(f"results: {path}")
+    try:
+        verdict.figure(report, path.with_suffix(".png"))
+        print(f"figure:  {path.with_suffix('.png')}")
+    except ImportError:
+        print("no figure, since matplotlib is missing: pip install matplotlib, then the same command again")
+
+
+def name_of(config):
+    parts = [config.study or "-".join(re.sub(r"[^\w.=-]+", "_", label) for label in config.models.split(","))]
+    parts += [f"match-{config.match}-{config.match_by}"] if config.match else []
+    parts += [f"sweep-{config.sweep}"] if config.sweep else []
+    parts += ["quick"] if config.quick else []
+    parts += [f"from-seed-{config.first_seed}"] if config.first_seed is not None else []
+    return "-".join(parts)[-150:]
+
+
+def merge(argv):
+    """--merge a.json b.json ..."""
+    files = [argument for argument in argv if not argument.startswith("--")]
+    files += [argument.partition("=")[2] for argument in argv if argument.startswith("--merge=")]
+    flags = [argument for argument in argv if argument.startswith("--") and argument.partition("=")[0] != "--merge"]
+    config, = configs.build(configs.read(flags), CompareConfig)
+    if len(set(files)) < 2:
+        raise SettingError("--merge: name at least two .json files, one of each machine")
+    report = verdict.merge({path: verdict.read_report(path) for path in files})
+    print(verdict.table_of_machines(report))
+    save(report, Path(config.out or RUNS / "merged.json"))
+
+
+def main(argv):
+    try:
+        if "--help" in argv or "-h" in argv:
+            print(__doc__ + configs.help_text(CompareConfig, train.TrainConfig, train.GPTConfig))
+            return
+        if any(argument.partition("=")[0] == "--merge" for argument in argv):
+            return merge(argv)
+        config, chosen, sweep, remarks = plan(argv)
+        for remark in remarks:
+            print(remark)
+        first = config.first_seed
+        seeds = [1337, *range(1, config.seeds)] if first is None else range(first, first + config.seeds)
+        runs, finished = train_all(list(itertools.chain(*sweep.values())) or chosen, seeds)
+        if config.sweep:
+            chosen, lines = choose(config.sweep, chosen, sweep, runs)
+            print("\n" + "\n".join(lines))
+        report = make_report(argv, chosen, runs)
+        show(report)
+        if not finished:
+            sys.exit(f"compare: stopped; what is done is kept, go on with: {command(argv)}")
+        save(report, Path(config.out or RUNS / f"{name_of(config)}.json"))
+    except SettingError as error:
+        sys.exit(f"compare: {error}")
+    except (MemoryError, torch.OutOfMemoryError):
+        sys.exit("compare: out of memory: lower --batch_size, raising --gradient_accumulation_steps by as much")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
