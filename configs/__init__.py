@@ -4,6 +4,7 @@ The dataclasses are the one place where a setting is named: its comment there is
 """
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 import tomllib
@@ -89,6 +90,7 @@ def convert(name, value, hint):
         raise SettingError(f"--{name}={value}: {wanted} is wanted here") from None
 
 
+@functools.cache
 def fields(cls):
     """[(field, type, comment)] of a dataclass, base classes first; the comment is the one behind the field."""
     hints, comments = typing.get_type_hints(cls), {}
