@@ -13,6 +13,7 @@ import configs
 import train
 from tools import arms, bench, compare, verdict
 
+FIGURE = verdict.figure
 ROOT = Path(train.__file__).parent
 CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 TINY = ["--n_layer=2", "--n_embd=16", "--n_head=2", "--d_ff=24", "--block_size=16", "--batch_size=2", "--max_iters=4",
@@ -21,14 +22,10 @@ TINY = ["--n_layer=2", "--n_embd=16", "--n_head=2", "--d_ff=24", "--block_size=1
 
 @pytest.fixture
 def tiny(tiny_data, tmp_path, monkeypatch, one_thread):
-    """Flags of a comparison that takes no time, in an empty folder."""
+    """Flags of a comparison that takes no time, in an empty folder, without a figure."""
     monkeypatch.chdir(tmp_path)
-    return [*TINY, f"--data={tiny_data}"]
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
     monkeypatch.setattr(verdict, "figure", lambda report, path: None)
+    return [*TINY, f"--data={tiny_data}"]
 
 
 @pytest.fixture
@@ -61,7 +58,8 @@ def test_an_interval_by_hand():
     """Mean -0.02, s.d. 0.01: half width 4.30265 x 0.01 / sqrt(3) = 0.024841."""
     row = verdict.interval([-0.01, -0.02, -0.03])
     assert (row["n"], row["verdict"]) == (3, "not shown")
-    assert [row["mean"], row["sd"], row["low"], row["high"]] == pytest.approx([-0.02, 0.01, -0.044841, 0.004841], abs=1e-6)
+    numbers = [row[name] for name in ("mean", "sd", "low", "high")]
+    assert numbers == pytest.approx([-0.02, 0.01, -0.044841, 0.004841], abs=1e-6)
     assert verdict.interval([-0.02, -0.021, -0.022])["verdict"] == "lower"
     assert verdict.interval([0.02, 0.021, 0.022])["verdict"] == "higher"
     assert verdict.interval([-5.0])["verdict"] == "one seed shows nothing by itself"
@@ -77,8 +75,7 @@ def test_tokens_to_a_loss_are_read_between_validations():
 
 def run(arm, seed, loss, **facts):
     return dict(arm=arm, seed=seed, val_loss=loss, bits_per_byte=loss / math.log(2), parameters=1000, training_flops=1e9,
-                seconds_per_step=0.1, tokens=400, steps=4, curve=[(200, 3.0), (400, loss)], validation=[(200, 3.0), (400, loss)],
-                device="cpu", dtype="float32") | facts
+                seconds_per_step=0.1, tokens=400, steps=4, validation=[(200, 3.0), (400, loss)], diverged=None) | facts
 
 
 def planted(gap, noise, seeds=range(5), **facts):
@@ -89,7 +86,8 @@ def planted(gap, noise, seeds=range(5), **facts):
         for label, base in (("gpt", None), ("mudd", "gpt"))], runs=[])
     for seed in seeds:
         level = 2 + 0.1 * math.sin(seed)
-        report["runs"] += [run("gpt", seed, level), run("mudd", seed, level + gap + noise * math.cos(7 * seed), **facts)]
+        loss = level + gap + noise * math.cos(7 * seed)
+        report["runs"] += [run("gpt", seed, level), run("mudd", seed, loss, **facts)]
     return report | dict(differences=verdict.compare_runs(report))
 
 
@@ -105,7 +103,7 @@ def test_a_planted_difference_is_found_and_a_planted_null_is_not():
 def test_the_table_has_ratios_and_tokens_to_the_baselines_loss():
     report = planted(-0.5, 0.0, seeds=(0,), parameters=1100, training_flops=2e9, seconds_per_step=0.15)
     row, = report["differences"]
-    assert row["tokens"] == [pytest.approx((200 + 200 * 1.0 / 1.5) / 400)]       # 3.0 to 1.5 between 200 and 400, target 2.0
+    assert row["tokens"] == [pytest.approx((200 + 200 * 1.0 / 1.5) / 400)]       # 3.0 to 1.5 from 200 to 400: 2.0 at 333
     cells = [cell.strip() for cell in verdict.table(report).splitlines()[-1].split("|")[1:-1]]
     assert cells == ["mudd", "1.5000", f"{1.5 / math.log(2):.4f}", "-0.5000", "", "one seed shows nothing by itself",
                      "x1.100", "x2.000", "x1.50", "x0.83"]
@@ -125,7 +123,8 @@ def test_only_seeds_that_both_have_are_paired():
 # End to end
 
 
-def test_a_comparison_end_to_end_and_found_again(tiny, trained, capsys):
+def test_a_comparison_end_to_end_and_found_again(tiny, trained, capsys, monkeypatch):
+    monkeypatch.setattr(verdict, "figure", FIGURE)
     compare.main(["--models=gpt,value_residual:variant=convex,mudd", "--seeds=2", *tiny])
     out = capsys.readouterr().out
     assert len(trained) == 6 and [name.split("-s")[1][:4] for name in trained[:3]] == ["1337"] * 3
@@ -146,6 +145,7 @@ def test_a_comparison_end_to_end_and_found_again(tiny, trained, capsys):
     model = train.build("gpt", n_layer=2, n_embd=16, n_head=2, d_ff=24, block_size=16)
     assert first["parameters"] == sum(p.numel() for p in model.parameters())
     assert "validation loss" not in out and "expect" not in out
+    monkeypatch.setattr(verdict, "figure", lambda report, path: None)
 
     compare.main(["--models=gpt,mudd", "--seeds=2", *tiny])
     assert len(trained) == 6 and "found" in capsys.readouterr().out
@@ -153,17 +153,17 @@ def test_a_comparison_end_to_end_and_found_again(tiny, trained, capsys):
     assert len(trained) == 6 and "One seed shows nothing by itself" in capsys.readouterr().out
 
 
-def test_what_changes_the_result_trains_anew_and_what_does_not_is_found(tiny, trained, tiny_data, tmp_path, monkeypatch):
+def test_what_changes_the_result_trains_anew_and_the_rest_is_found(tiny, trained, tiny_data, tmp_path, monkeypatch):
     def again(*flags):
         before = len(trained)
         compare.main(["--models=gpt", "--seeds=1", *tiny, *flags])
         return len(trained) > before
     assert again()
-    for flags in ([], ["--prompt=a"], ["--sample_tokens=3"], ["--device=cpu"], ["--n_kv_head=2"], ["--first_seed=1337"]):
-        assert not again(*flags), flags
-    for flags in (["--max_iters=5"], ["--learning_rate=1e-3"], ["--d_ff=32"], ["--qk_norm=no"], ["--dtype=bfloat16"],
-                  ["--weight_decay=0"], ["--first_seed=3"]):
-        assert again(*flags), flags
+    for flag in ("", "--prompt=a", "--sample_tokens=3", "--device=cpu", "--n_kv_head=2", "--first_seed=1337"):
+        assert not again(*flag.split()), flag
+    for flag in ("--max_iters=5", "--learning_rate=1e-4", "--d_ff=32", "--qk_norm=no", "--dtype=bfloat16",
+                 "--weight_decay=0", "--first_seed=3"):
+        assert again(flag), flag
     monkeypatch.setattr(arms, "code_of", lambda model_class: 1)
     assert again()
     copy = tmp_path / "copy"
@@ -191,12 +191,12 @@ def test_comments_do_not_change_the_code_and_formulas_do(tmp_path, monkeypatch):
     assert arms.code_of(train.MODELS["gpt"][1]) != arms.code_of(train.MODELS["mudd"][1])
 
 
-def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tiny, trained, capsys, monkeypatch, tmp_path):
+def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tiny, trained, capsys, monkeypatch):
     argv = ["--models=gpt,mudd", "--seeds=2", *tiny]
     plain = train.Run.micro_batches
 
     def interrupted(self, step):
-        self.stop = self.stop or step == 2 and len(trained) == 4                   # as Ctrl-C in the last run's third step
+        self.stop = self.stop or step == 2 and len(trained) == 4                   # Ctrl-C in the last run's third step
         return plain(self, step)
     monkeypatch.setattr(train.Run, "micro_batches", interrupted)
     with pytest.raises(SystemExit, match=re.escape(shlex.join(argv))):
@@ -207,12 +207,13 @@ def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tin
     monkeypatch.setattr(train.Run, "micro_batches", plain)
     compare.main(argv)
     assert len(trained) == 5 and trained[4] == trained[3]
-    (tmp_path / "whole").mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
+    resumed = result("gpt-mudd.json")["runs"]
+    Path("whole").mkdir()
+    monkeypatch.chdir("whole")
     compare.main(argv)
-    for ours, whole in zip(json.loads((tmp_path / "runs/compare/gpt-mudd.json").read_text())["runs"],
-                           result("gpt-mudd.json")["runs"]):
-        assert (ours["val_loss"], ours["curve"], ours["validation"]) == (whole["val_loss"], whole["curve"], whole["validation"])
+    for ours, whole in zip(resumed, result("gpt-mudd.json")["runs"], strict=True):
+        assert [ours[name] for name in ("val_loss", "curve", "validation")] == [
+            whole[name] for name in ("val_loss", "curve", "validation")]
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tiny, trained, monkeypatch):
@@ -244,6 +245,7 @@ def test_processes_on_other_seeds_write_elsewhere_and_are_found(tiny, trained):
 
 
 def test_without_matplotlib_the_results_are_there(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(verdict, "figure", FIGURE)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     compare.main(["--models=gpt,mudd", "--seeds=1", *tiny])
     assert "pip install matplotlib" in capsys.readouterr().out.splitlines()[-1]
@@ -254,7 +256,8 @@ def test_quick_is_two_arms_one_seed_of_the_laptop_run(tiny, tiny_data, trained, 
     config, chosen, _, _ = compare.plan(["--quick", f"--data={tiny_data}"])
     assert [arm.label for arm in chosen] == ["gpt", "value_residual"] and config.seeds == 1
     laptop = configs.load_preset("laptop")
-    assert chosen[0].config.n_embd == laptop["n_embd"] and chosen[0].steps == compare.QUICK["max_iters"] < laptop["max_iters"]
+    assert chosen[0].config.n_embd == laptop["n_embd"]
+    assert chosen[0].steps == compare.QUICK["max_iters"] < laptop["max_iters"]
     compare.main(["--quick", "--models=gpt,mudd,lime", *tiny])
     assert len(trained) == 2 and "One seed shows nothing by itself" in capsys.readouterr().out
 
@@ -264,7 +267,7 @@ def test_quick_is_two_arms_one_seed_of_the_laptop_run(tiny, tiny_data, trained, 
 
 
 def weights(L, D, F, heads=2):
-    """Parameters of the baseline: matrices, norms of the blocks, their q and k norms, the last norm, 320 rows of embedding."""
+    """The baseline's: matrices, two norms a block, its q and k norms; the last norm, 320 rows of embedding."""
     return L * (4 * D * D + 3 * D * F + 2 * D + 2 * (D // heads)) + D + 320 * D
 
 
@@ -287,12 +290,14 @@ def test_match_by_width_is_the_nearest_baseline_and_says_by_how_much_it_misses(t
 
 
 def test_match_by_depth_and_by_tokens(tiny):
-    _, (base, arm), _, (remark,) = compare.plan(["--models=gpt,whitematter", "--match=flops", "--match_by=depth", *tiny])
+    argv = ["--models=gpt,whitematter", "--match=flops", *tiny]
+    _, (base, arm), _, (remark,) = compare.plan([*argv, "--match_by=depth"])
     n = base.config.n_layer
-    assert base.training_flops == 128 * flops(n, 16, 24, 16) and f"{base.training_flops / arm.training_flops - 1:+.2%}" in remark
+    assert base.training_flops == 128 * flops(n, 16, 24, 16)
+    assert f"mismatch {base.training_flops / arm.training_flops - 1:+.2%}" in remark
     for other in (n - 1, n + 1):
         assert abs(128 * flops(other, 16, 24, 16) - arm.training_flops) >= abs(base.training_flops - arm.training_flops)
-    _, (base, arm), _, _ = compare.plan(["--models=gpt,whitematter", "--match=flops", "--match_by=tokens", *tiny])
+    _, (base, arm), _, _ = compare.plan([*argv, "--match_by=tokens"])
     assert base.steps == round(arm.training_flops / (32 * flops(2, 16, 24, 16))) > 4 and base.config.n_layer == 2
 
 
@@ -300,7 +305,7 @@ def test_each_other_arm_is_compared_with_its_own_matched_baseline(tiny, capsys):
     compare.main(["--models=gpt,value_residual,whitematter", "--match=flops", "--match_by=tokens", "--seeds=1", *tiny])
     out = capsys.readouterr().out
     rows = result("gpt-value_residual-whitematter-match-flops-tokens.json")["differences"]
-    assert rows[0]["base"] == "gpt:max_iters=4" and rows[0]["base"] != rows[1]["base"] and f"to {rows[1]['base']}" in out
+    assert rows[0]["base"] == "gpt:max_iters=4" != rows[1]["base"] and f"to {rows[1]['base']}" in out
     assert all(0.8 < row["flops"] < 1.2 for row in rows) and rows[1]["parameters"] != 1
 
 
@@ -310,7 +315,8 @@ def test_a_sweep_reports_each_arm_at_its_best_rate(tiny, monkeypatch, capsys):
 
     def planted(folder, arm, seed, diverged):
         rate, model = float(arm.settings["learning_rate"]), arm.settings["model"]
-        return plain(folder, arm, seed, diverged) | dict(val_loss=1 + (model == "mudd") + abs(math.log(rate / best[model])))
+        loss = 1 + (model == "mudd") + abs(math.log(rate / best[model]))
+        return plain(folder, arm, seed, diverged) | dict(val_loss=loss)
     monkeypatch.setattr(compare, "read_log", planted)
     compare.main(["--models=gpt,mudd", "--sweep=learning_rate", "--seeds=2", "--learning_rate=2e-3", *tiny])
     out = capsys.readouterr().out
@@ -340,7 +346,8 @@ def test_merge_pairs_within_a_machine_and_takes_the_interval_over_machines(tmp_p
     names = files(planted(-0.01, 0.0, [1, 2]), planted(-0.02, 0.0, [3]), planted(-0.03, 0.0, [4]))
     compare.main(["--merge", *names, "--out=all.json"])
     row, = json.loads(Path("all.json").read_text())["differences"]
-    assert row["n"] == 3 and [row["mean"], row["low"], row["high"]] == pytest.approx([-0.02, -0.044841, 0.004841], abs=1e-6)
+    numbers = [row[name] for name in ("n", "mean", "low", "high")]
+    assert numbers == pytest.approx([3, -0.02, -0.044841, 0.004841], abs=1e-6)
     assert "-0.0200 (0.0100)" in capsys.readouterr().out and Path("all.png").exists()
     compare.main([f"--merge={names[0]}", names[1]])
     assert "-0.0150" in capsys.readouterr().out
@@ -400,13 +407,15 @@ def test_every_arm_of_every_study_builds(study, preset, tiny_data):
 def test_a_shortcut_from_v2_in_a_cut_stream_is_compared_with_the_cut_stream(tiny_data):
     _, chosen, _, _ = compare.plan(["--study=source", f"--data={tiny_data}"])
     bases = {arm.label: arm.base for arm in chosen}
-    assert bases["shortcut:variant=resid_start_value:source=1:resid_start=2"] == "shortcut:variant=resid_start:resid_start=2"
+    cut = "shortcut:variant=resid_start"
+    assert bases[f"{cut}_value:source=1:resid_start=2"] == f"{cut}:resid_start=2"
     assert bases["value_residual:source=1"] == "gpt"
 
 
 def test_values_with_commas_stay_whole(tiny_data):
-    _, chosen, _, _ = compare.plan(["--models=gpt,value_residual:variant=sparse:targets=2,3,mudd", f"--data={tiny_data}"])
-    assert [arm.label for arm in chosen] == ["gpt", "value_residual:variant=sparse:targets=2,3", "mudd"]
+    sparse = "value_residual:variant=sparse:targets=2,3"
+    _, chosen, _, _ = compare.plan([f"--models=gpt,{sparse},mudd", f"--data={tiny_data}"])
+    assert [arm.label for arm in chosen] == ["gpt", sparse, "mudd"]
     assert chosen[1].config.targets == (2, 3)
 
 
@@ -424,7 +433,7 @@ def test_help_lists_every_setting(capsys):
     (["--models=gpt,mudd:dynamic"], "write model:setting=value"),
     (["--models=gpt,mudd:dynamc=no"], "did you mean --dynamic"),
     (["--models=gpt,mudd:seed=1"], "instead: --seeds"),
-    (["--dynamic=no"], "no setting of gpt: write it behind its model, mudd:dynamic"),
+    (["--dynamic=no"], "no setting of gpt: write it behind its model, as in --models=gpt,mudd:dynamic=no"),
     (["--max_iter=3"], "did you mean --max_iters"),
     (["--max_iters=many"], "a whole number is wanted"),
     (["--study=when"], "choose one of where, source"),

@@ -1,8 +1,8 @@
 """
 What tools.compare trains: arms, the studies that name lists of them, baselines of equal cost, and sweeps.
 
-An arm is a model with settings of its own, written as model:setting=value:setting=value. A study is a function of L = n_layer
-and gives groups of arms; the first arm of a group is the baseline of the others in it.
+An arm is a model with settings of its own, written as model:setting=value:setting=value. A study is a function of the
+number of layers L and gives groups of arms; the first arm of a group is the baseline of the others in it.
 """
 import bisect
 import functools
@@ -28,7 +28,7 @@ def where(L):
 
 
 def source(L):
-    """Values from V_1, V_2, ... (code layers 0, 1, ...); then from V_2 where the stream starts above H_0, or above H_1."""
+    """Values from V_1, V_2, ... (code layers 0, 1, ...); then from V_2 where the stream starts at H_1, or at H_2."""
     cut = [[f"shortcut:variant=resid_start:resid_start={s}",
             f"shortcut:variant=resid_start_value:source=1:resid_start={s}"] for s in (1, 2) if s < L]
     return [["gpt", *(f"value_residual:source={n}" for n in range(L - 1))], *cut]
@@ -77,20 +77,22 @@ class Arm:
 
 
 def make_arm(label, shared):
-    """A label and the settings that all arms share -> Arm. Its model has been built once, so it can be."""
+    """A label and the settings that all arms share -> Arm. Its model has been built, on paper, so it can be."""
     name, own = parse(label)
     if name not in train.MODELS:
         raise SettingError(f"--models: {name or 'an empty name'} is no model: choose among {', '.join(train.MODELS)}")
     for setting in shared.keys() - names_of(train.TrainConfig) - names_of(train.MODELS[name][0]):
         for other, (config_class, _) in train.MODELS.items():
             if setting in names_of(config_class):
-                raise SettingError(f"--{setting} is no setting of {name}: write it behind its model, {other}:{setting}=...")
+                raise SettingError(f"--{setting} is no setting of {name}: write it behind its model, as in --models="
+                                   f"{name},{other}:{setting}={shared[setting]}")
     settings = shared | own | dict(model=name)
     config, model_config, model_class = train.read_settings(settings)
     facts = data_facts(config.data)
     if "vocab_size" not in settings:
         model_config.vocab_size = facts["vocab_size"]
-    parameters = sum(p.numel() for p in train.checked(model_class, model_config).parameters())
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in train.checked(model_class, model_config).parameters())
     flops = sys.modules[model_class.__module__].flops_per_token(model_config, model_config.block_size)
     tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * model_config.block_size
     return Arm(label, settings, identity(config, model_config, model_class), model_config, parameters,
@@ -135,13 +137,13 @@ ELSEWHERE = {"data", "out_dir", "resume", "overwrite", "device", "dtype", "compi
 
 
 def identity(config, model_config, model_class):
-    """All that determines a run's result but its seed, as JSON gives it back; `machine` is what may differ elsewhere."""
+    """All that determines a run's result but its seed, as JSON gives it back. `machine` may differ between machines."""
     device, dtype, _ = train.device_and_dtype(config, model_config)
     compiled = config.compile == "on" or config.compile == "auto" and device.type == "cuda"
+    machine = dict(device=train.device_name(device), dtype=str(dtype), compiled=compiled, torch=torch.__version__)
     facts = dict(train={name: value for name, value in asdict(config).items() if name not in ELSEWHERE},
                  model={name: value for name, value in asdict(model_config).items() if name != "seed"},
-                 data=data_facts(config.data), code=dict(code=code_of(model_class)),
-                 machine=dict(device=train.device_name(device), dtype=str(dtype), compiled=compiled, torch=torch.__version__))
+                 data=data_facts(config.data), code=dict(code=code_of(model_class)), machine=machine)
     return json.loads(json.dumps(facts))
 
 
@@ -173,7 +175,7 @@ def cost(kind, arm):
 
 
 def matched(kind, by, plain, arm, shared):
-    """The baseline `plain`, made wider, deeper or longer trained: of these the one whose cost is the nearest to the arm's.
+    """The baseline `plain`, made wider, deeper or longer trained until its cost is the nearest to the arm's.
 
     width: n_embd in steps that keep its heads whole, d_ff in proportion; then d_ff alone, in eights, for what is left.
     """
@@ -183,7 +185,8 @@ def matched(kind, by, plain, arm, shared):
         def made(value):
             return make_arm(with_settings(plain.label, **change(value)), shared)
         n = bisect.bisect_left(values, target, key=lambda value: cost(kind, made(value)))      # cost rises with value
-        return min((made(value) for value in values[max(0, n - 1):n + 1]), key=lambda near: abs(cost(kind, near) - target))
+        below_and_above = [made(value) for value in values[max(0, n - 1):n + 1]]
+        return min(below_and_above, key=lambda arm: abs(cost(kind, arm) - target))
 
     if by == "depth":
         return nearest(range(1, 4 * c.n_layer + 1), lambda n: dict(n_layer=n))

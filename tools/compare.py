@@ -126,7 +126,8 @@ def train_all(chosen, seeds):
     runs, todo = [], list(itertools.product(seeds, chosen))
     try:
         for n, (seed, arm) in enumerate(todo, 1):
-            what, found = f"[{n}/{len(todo)}] {arm.label}, seed {seed}:", (folder_of(arm, seed) / "result.json").exists()
+            what = f"[{n}/{len(todo)}] {arm.label}, seed {seed}:"
+            found = (folder_of(arm, seed) / "result.json").exists()
             if not found:
                 print(f"{what} training", flush=True)
             runs.append(run_one(arm, seed))
@@ -190,7 +191,8 @@ def write_json(path, content):
 
 
 def choose(setting, chosen, sweep, runs):
-    """(each arm at the value of the swept setting whose mean validation loss is the lowest, lines that say which)."""
+    """(each arm at the value of the swept setting whose mean validation loss is the lowest, lines that say which). The
+    loss that chooses is the one that is reported, so it is a little too low, for all arms alike."""
     losses, best, lines = {}, {}, []
     for run in runs:
         losses.setdefault(run["arm"], []).append(run["val_loss"])
@@ -222,13 +224,14 @@ def show(report):
     print("\n" + verdict.table(report) + "\n")
     rows, runs = report["differences"], report["runs"]
     if any(row["n"] == 1 for row in rows):
-        print("One seed shows nothing by itself: another seed moves a loss about as much as most models do. Try --seeds=3.")
+        print("One seed shows nothing by itself: another seed moves a loss as much as another model does. Try --seeds=3.")
     if any(row["verdict"] == "not shown" for row in rows):
         print("not shown: the interval holds zero, so these seeds do not tell the difference from none.")
     if sum(row["n"] > 1 for row in rows) >= 5:
         print(f"Of {len(rows)} intervals of 95 %, expect {0.05 * len(rows):.1f} to miss the truth by chance.")
-    for text in sorted({"{device}, {dtype}, compiled: {compiled}, {threads} threads, torch {torch}".format(**r) for r in runs}):
-        print(text)
+    where = "{device}, {dtype}, compiled: {compiled}, {threads} threads, torch {torch}"
+    for line in sorted({where.format(**run) for run in runs}):
+        print(line)
 
 
 def save(report, path):

@@ -1,17 +1,17 @@
 """
-What the runs of a comparison show: paired differences with their interval, as a table and as a figure. See tools.compare.
+What the runs of a comparison show: paired differences with their interval, as a table and a figure. See tools.compare.
 
     d_s = L_s(arm) - L_s(baseline)              L: exact validation loss, in nats per token; s: a seed
     mean(d) +- t sd(d) / sqrt(n)                t: 97.5 % point of Student's t with n - 1 degrees of freedom, n seeds
 
-Both runs of a seed see the same batches in the same order, and start from the same weights wherever the two models share one.
-So d varies less than either loss does. The interval is that of the mean over other seeds, for this model, data and length of
-training; it says nothing of other sizes. Among twenty intervals of 95 %, one leaves out the truth.
+Both runs of a seed see the same batches in the same order, and start from the same weights wherever the two models
+share one. So d varies less than either loss does. The interval is for the mean over all seeds, at this size, text and
+length of training, and says nothing of others. Among twenty intervals of 95 %, one leaves out the truth.
 """
+import itertools
 import json
 import math
 import statistics
-from itertools import pairwise
 
 from configs import SettingError
 
@@ -22,12 +22,12 @@ def t_quantile(df, inside=0.95):
     """t such that a Student's t variable with df degrees of freedom is within -t .. t with probability `inside`."""
     def probability(t):                                                  # A(t | df), a finite sum for whole df
         angle = math.atan(t / math.sqrt(df))
-        first = df % 2                                                   # even df: 1 + 1/2 cos^2 + 1 3/(2 4) cos^4 + ...
-        term, total = (math.cos(angle), 0.0) if first else (1.0, 0.0)    # odd df: cos + 2/3 cos^3 + 2 4/(3 5) cos^5 + ...
-        for i in range(first, df - 1, 2):
+        odd, total = df % 2, 0.0                                         # even df: 1 + 1/2 cos^2 + 1 3/(2 4) cos^4 ...
+        term = math.cos(angle) if odd else 1.0                           # odd df: cos + 2/3 cos^3 + 2 4/(3 5) cos^5 ...
+        for i in range(odd, df - 1, 2):
             total += term
             term *= (i + 1) / (i + 2) * math.cos(angle) ** 2
-        return 2 / math.pi * (angle + math.sin(angle) * total) if first else math.sin(angle) * total
+        return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
     low, high = 0.0, 1e3
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
@@ -36,7 +36,7 @@ def t_quantile(df, inside=0.95):
 
 
 def interval(differences, of="seed"):
-    """Mean, standard deviation and 95 % interval of paired differences, and what they show. `of` names what was repeated."""
+    """Mean, s.d. and 95 % interval of paired differences, and what they show. `of` names what was repeated."""
     n, mean = len(differences), statistics.fmean(differences)
     facts = dict(n=n, mean=mean, sd=None, low=None, high=None)
     if not math.isfinite(mean):
@@ -46,14 +46,15 @@ def interval(differences, of="seed"):
     sd = statistics.stdev(differences)
     half = t_quantile(n - 1) * sd / math.sqrt(n)
     low, high = mean - half, mean + half
-    return facts | dict(sd=sd, low=low, high=high, verdict="lower" if high < 0 else "higher" if low > 0 else "not shown")
+    shown = "lower" if high < 0 else "higher" if low > 0 else "not shown"
+    return facts | dict(sd=sd, low=low, high=high, verdict=shown)
 
 
 def tokens_to(loss, validation):
     """Tokens at which a curve [(tokens, loss)] first comes down to `loss`, linear between its points; None: never."""
     if validation[0][1] <= loss:
         return validation[0][0]
-    for (before, above), (after, below) in pairwise(validation):
+    for (before, above), (after, below) in itertools.pairwise(validation):
         if below <= loss:
             return before + (after - before) * (above - loss) / (above - below)
     return None
@@ -87,9 +88,9 @@ def compare_runs(report):
 
 
 def table(report):
-    """The runs and differences of a report as a Markdown table. Ratios are to the baseline; its own row has the amounts."""
-    rows = [["arm", "nats per token (s.d.)", "bits per byte", "difference (s.d.)", "95 % interval", "verdict", "parameters",
-             "training FLOPs", "seconds per step", "tokens to its loss"]]
+    """The runs and differences of a report, in Markdown. Ratios are to the baseline; its own row has the amounts."""
+    rows = [["arm", "nats per token (s.d.)", "bits per byte", "difference (s.d.)", "95 % interval", "verdict",
+             "parameters", "training FLOPs", "seconds per step", "tokens to its loss"]]
     differences = {row["arm"]: row for row in report["differences"]}
     several = len({row["base"] for row in differences.values()}) > 1
     for arm in report["arms"]:
@@ -101,8 +102,9 @@ def table(report):
         rows.append([arm["label"], f"{statistics.fmean(losses):.4f}" + deviation(losses),
                      f"{statistics.fmean(run['bits_per_byte'] for run in runs):.4f}"])
         if row := differences.get(arm["label"]):
-            rows[-1] += [signed(row) + (f" to {row['base']}" if several else ""), bounds(row), row["verdict"],
-                         f"x{row['parameters']:.3f}", f"x{row['flops']:.3f}", f"x{row['seconds']:.2f}", reached(row["tokens"])]
+            rows[-1] += [signed(row) + (f" to {row['base']}" if several else ""), bounds(row), row["verdict"]]
+            rows[-1] += [f"x{row['parameters']:.3f}", f"x{row['flops']:.3f}", f"x{row['seconds']:.2f}"]
+            rows[-1] += [reached(row["tokens"])]
         else:
             seconds = statistics.fmean(run["seconds_per_step"] for run in runs)
             rows[-1] += ["", "", "", f"{runs[0]['parameters']:,}", f"{runs[0]['training_flops']:.3g}", f"{seconds:.3g}",
@@ -134,7 +136,8 @@ def reached(tokens):
     there = [t for t in tokens if t is not None]
     if not there:
         return "never"
-    return f"x{statistics.fmean(there):.2f}" + (f" ({len(there)} of {len(tokens)} seeds)" if len(there) < len(tokens) else "")
+    some = f" ({len(there)} of {len(tokens)} seeds)" if len(there) < len(tokens) else ""
+    return f"x{statistics.fmean(there):.2f}{some}"
 
 
 def markdown(rows):
@@ -148,37 +151,36 @@ def markdown(rows):
 
 
 def merge(reports):
-    """{path: report}, one of each machine -> the report over machines. A machine's difference is the mean over its seeds;
-    the interval is over machines. SettingError, one line, where they cannot be put together."""
+    """{path: report}, one of each machine -> the report over machines. A machine's difference is the mean over its
+    seeds; the interval is over machines. SettingError, one line, where they cannot be put together."""
     first, *others = reports
     for path, report in reports.items():
         if report.get("format") != FORMAT or not report.get("runs"):
-            raise SettingError(f"{path} is no result of tools.compare on one machine: name the .json files that it wrote")
-    for n, path in enumerate(reports):
-        for earlier in list(reports)[:n]:
-            if shared := set(report_seeds(reports[earlier])) & set(report_seeds(reports[path])):
-                raise SettingError(f"{earlier} and {path} both have seed {min(shared)}, so one is a copy of the other: give each "
-                                   f"machine seeds of its own with --first_seed")
-    arms = [{row["arm"]: row["base"] for row in report["differences"]} for report in reports.values()]
-    shared = [label for label, base in arms[0].items() if all(other.get(label) == base for other in arms)]
+            raise SettingError(f"{path} is no result of tools.compare on one machine: name .json files that it wrote")
+    for one, two in itertools.combinations(reports, 2):
+        if seeds := seeds_of(reports[one]) & seeds_of(reports[two]):
+            raise SettingError(f"{one} and {two} both have seed {min(seeds)}, so one repeats the other: give each "
+                               f"machine seeds of its own with --first_seed")
+    bases = [{row["arm"]: row["base"] for row in report["differences"]} for report in reports.values()]
+    shared = [label for label, base in bases[0].items() if all(other.get(label) == base for other in bases)]
     if not shared:
-        raise SettingError(f"{first} and {others[0]} have no arm in common that is compared with the same baseline: use the "
-                           f"same --models on all machines")
-    for path in others:
-        for label in {label: None for arm in shared for label in (arms[0][arm], arm)}:
-            if change := difference_of(identity_of(reports[first], label), identity_of(reports[path], label)):
-                raise SettingError(f"{path}: {change[0]} of {label} is {change[2]}, and {change[1]} in {first}: all machines "
-                                   f"need the same settings, data and code")
+        raise SettingError("these files have no arm in common that is compared with the same baseline: use the same "
+                           "--models on all machines")
+    for path, label in itertools.product(others, {label: None for arm in shared for label in (bases[0][arm], arm)}):
+        if change := difference_of(identity_of(reports[first], label), identity_of(reports[path], label)):
+            name, ours, theirs = change
+            raise SettingError(f"{path}: {name} of {label} is {theirs}, and {ours} in {first}: all machines need the same "
+                               f"settings, text and code")
     rows = []
     for label in shared:
-        values = {path: next(row["mean"] for row in report["differences"] if row["arm"] == label)
-                  for path, report in reports.items()}
-        rows.append(dict(arm=label, base=arms[0][label], values=values, **interval(list(values.values()), of="machine")))
-    return dict(format=FORMAT, files=list(reports), arms=[dict(label=label, base=arms[0][label]) for label in shared], runs=[],
-                differences=rows)
+        means = {path: next(row["mean"] for row in report["differences"] if row["arm"] == label)
+                 for path, report in reports.items()}
+        rows.append(dict(arm=label, base=bases[0][label], values=means, **interval(list(means.values()), of="machine")))
+    arms = [dict(label=label, base=bases[0][label]) for label in shared]
+    return dict(format=FORMAT, files=list(reports), arms=arms, runs=[], differences=rows)
 
 
-def report_seeds(report):
+def seeds_of(report):
     return {run["seed"] for run in report["runs"]}
 
 
@@ -203,63 +205,62 @@ LINES = ["-", "--", ":", "-."]
 
 
 def figure(report, path):
-    """Training curves against tokens, FLOPs and seconds, and the paired differences. ImportError without matplotlib."""
+    """Validation loss against tokens, FLOPs and seconds, and the paired differences; of a merged report the last alone.
+    ImportError without matplotlib."""
     from matplotlib.figure import Figure
-    rows = 1 if not report["runs"] else 2
-    height = 1.5 + 0.35 * len(report["arms"])
-    canvas = Figure(figsize=(11, max(8, 4 + height) if rows == 2 else max(3, height)), layout="constrained")
-    axes = canvas.subplots(rows, 2, squeeze=False).flatten().tolist() if rows == 2 else [canvas.subplots()]
-    if rows == 2:
-        draw_curves(axes[:3], report)
-    draw_differences(axes[-1], report)
+    height = 1.5 + 0.3 * len(report["differences"])
+    if not report["runs"]:
+        canvas = Figure(figsize=(8, max(3, height)), layout="constrained")
+        draw_differences(canvas.subplots(), report)
+    else:
+        canvas = Figure(figsize=(11, 4 + max(4, height)), layout="constrained")
+        (first, second), (third, last) = canvas.subplots(2, 2, height_ratios=(4, max(4, height)))
+        draw_curves(first, report, "tokens", lambda run: run["tokens"])
+        draw_curves(second, report, "training FLOPs, head included", lambda run: run["training_flops"])
+        draw_curves(third, report, "seconds of training steps", lambda run: run["seconds_per_step"] * run["steps"])
+        first.legend(fontsize=8)
+        draw_differences(last, report)
     canvas.savefig(path, dpi=150)
 
 
-def draw_curves(axes, report):
-    import numpy as np
-    scales = [("tokens", "tokens", lambda run: run["tokens"]),
-              ("training FLOPs, head included", "FLOPs", lambda run: run["training_flops"]),
-              ("seconds", "seconds", lambda run: run["seconds_per_step"] * run["steps"])]
-    top, bottom = [], []
+def draw_curves(ax, report, label, whole):
+    """`whole`: a run -> what its whole training took of the x axis."""
+    shown = []
     for i, arm in enumerate(report["arms"]):
-        runs = [run for run in runs_of(report, arm["label"]).values() if math.isfinite(run["val_loss"])]
+        runs = [run for run in runs_of(report, arm["label"]).values() if not run["diverged"]]
         if not runs:
             continue
-        losses = np.array([[loss for _, loss in run["curve"]] for run in runs])              # (seeds, records)
-        window = max(1, losses.shape[1] // 20)
-        losses = np.stack([np.convolve(row, np.ones(window) / window, "valid") for row in losses])
-        mean, sd = losses.mean(0), losses.std(0, ddof=1) if len(runs) > 1 else 0.0
-        share = np.array([tokens / runs[0]["tokens"] for tokens, _ in runs[0]["curve"]])[window - 1:]
-        for ax, (_, _, total) in zip(axes, scales):
-            x = share * statistics.fmean(total(run) for run in runs)
-            line, = ax.plot(x, mean, color=COLOURS[i % 7], linestyle=LINES[i % 4], linewidth=1.5, label=arm["label"])
-            ax.fill_between(x, mean - sd, mean + sd, color=line.get_color(), alpha=0.15, linewidth=0)
-        top.append(mean[len(mean) // 10])
-        bottom.append((mean - sd).min())
-    for ax, (label, name, _) in zip(axes, scales):
-        ax.set(xlabel=label, ylabel="training loss, nats per token", title=f"by {name}: mean and s.d. over seeds")
-        if top:
-            ax.set_ylim(min(bottom) - 0.02, max(top))
-    if top:
-        axes[0].legend(fontsize=8)
+        points = list(zip(*(run["validation"] for run in runs)))         # of each validation, one point per seed
+        x = [tokens / runs[0]["tokens"] * statistics.fmean(map(whole, runs)) for (tokens, _), *_ in points]
+        mean = [statistics.fmean(loss for _, loss in point) for point in points]
+        sd = [statistics.stdev(loss for _, loss in point) if len(runs) > 1 else 0.0 for point in points]
+        low, high = ([m + sign * s for m, s in zip(mean, sd)] for sign in (-1, 1))
+        ax.plot(x, mean, LINES[i % 4], color=COLOURS[i % 7], marker="o", markersize=3, label=arm["label"])
+        ax.fill_between(x, low, high, color=COLOURS[i % 7], alpha=0.15, linewidth=0)
+        shown += low[len(low) // 4:] + high[len(high) // 4:]
+    if shown:                                                            # the first quarter may leave the picture
+        margin = 0.05 * (max(shown) - min(shown)) + 1e-3
+        ax.set_ylim(min(shown) - margin, max(shown) + margin)
+    ax.set(xlabel=label, ylabel="validation loss, nats per token", title="mean and s.d. over seeds")
 
 
 def draw_differences(ax, report):
-    rows = report["differences"]
+    rows, labels = report["differences"], [arm["label"] for arm in report["arms"]]
     for y, row in enumerate(rows):
-        colour = COLOURS[next(i for i, arm in enumerate(report["arms"]) if arm["label"] == row["arm"]) % 7]
-        ax.plot(list(row["values"].values()), [y] * row["n"], "o", color=colour, markersize=4, alpha=0.5)
+        colour = COLOURS[labels.index(row["arm"]) % 7]
+        ax.plot(list(row["values"].values()), [y] * row["n"], "|", color=colour, markersize=14, markeredgewidth=1.5)
         if row["low"] is not None:
             ax.plot([row["low"], row["high"]], [y, y], "-", color=colour, linewidth=2)
         ax.plot(row["mean"], y, "D", color=colour, markersize=6)
     ax.axvline(0, color="grey", linewidth=1)
     bases = {row["base"] for row in rows}
     several = len(bases) > 1
-    ax.set_yticks(range(len(rows)), [row["arm"] + (f"\nto {row['base']}" if several else "") for row in rows], fontsize=8)
+    names = [row["arm"] + (f"\nto {row['base']}" if several else "") for row in rows]
+    ax.set_yticks(range(len(rows)), names, fontsize=8)
     ax.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     ax.set(xlabel="validation loss less the baseline's, nats per token",
            title=f"difference to {'its baseline' if several else ''.join(bases)}: "
-                 f"{'seeds' if report['runs'] else 'machines'}, mean, 95 % interval")
+                 f"{'seeds' if report['runs'] else 'machines'} |, mean, 95 % interval")
 
 
 def read_report(path):
@@ -268,6 +269,6 @@ def read_report(path):
             report = json.load(file)
         return report if isinstance(report, dict) else {}
     except OSError as error:
-        raise SettingError(f"{path} cannot be read ({error.strerror}): name a .json file that tools.compare wrote") from None
+        raise SettingError(f"{path} cannot be read ({error.strerror}): name .json files of tools.compare") from None
     except ValueError:
         return {}
