@@ -74,8 +74,9 @@ def test_tokens_to_a_loss_are_read_between_validations():
 
 
 def run(arm, seed, loss, **facts):
-    return dict(arm=arm, seed=seed, val_loss=loss, bits_per_byte=loss / math.log(2), parameters=1000, training_flops=1e9,
-                seconds_per_step=0.1, tokens=400, steps=4, validation=[(200, 3.0), (400, loss)], diverged=None) | facts
+    return dict(arm=arm, seed=seed, val_loss=loss, bits_per_byte=loss / math.log(2), parameters=1000,
+                training_flops=1e9, seconds_per_step=0.1, tokens=400, steps=4, validation=[(200, 3.0), (400, loss)],
+                diverged=None) | facts
 
 
 def planted(gap, noise, seeds=range(5), **facts):
@@ -103,7 +104,7 @@ def test_a_planted_difference_is_found_and_a_planted_null_is_not():
 def test_the_table_has_ratios_and_tokens_to_the_baselines_loss():
     report = planted(-0.5, 0.0, seeds=(0,), parameters=1100, training_flops=2e9, seconds_per_step=0.15)
     row, = report["differences"]
-    assert row["tokens"] == [pytest.approx((200 + 200 * 1.0 / 1.5) / 400)]       # 3.0 to 1.5 from 200 to 400: 2.0 at 333
+    assert row["tokens"] == [pytest.approx((200 + 200 * 1.0 / 1.5) / 400)]     # 3.0 to 1.5 from 200 to 400: 2.0 at 333
     cells = [cell.strip() for cell in verdict.table(report).splitlines()[-1].split("|")[1:-1]]
     assert cells == ["mudd", "1.5000", f"{1.5 / math.log(2):.4f}", "-0.5000", "", "one seed shows nothing by itself",
                      "x1.100", "x2.000", "x1.50", "x0.83"]
@@ -234,6 +235,14 @@ def test_a_diverged_run_is_a_result_and_stops_nothing(tiny, trained, monkeypatch
     row, = result("gpt-gpt_learning_rate=9.json")["differences"]
     assert row["verdict"] == "diverged" and len(trained) == 4
     assert "diverged" in capsys.readouterr().out
+
+
+def test_the_figure_draws_what_diverged_or_is_one_seed_or_of_other_lengths_too(tmp_path):
+    reports = [planted(-0.01, 0.0, seeds=(0,)), planted(math.inf, 0.0, diverged="step 1"),
+               planted(-0.01, 0.001, validation=[(100, 2.0)]), planted(0, 0) | dict(differences=[])]
+    for n, report in enumerate(reports):
+        verdict.figure(report, tmp_path / f"{n}.png")
+        assert (tmp_path / f"{n}.png").stat().st_size > 10_000
 
 
 def test_processes_on_other_seeds_write_elsewhere_and_are_found(tiny, trained):

@@ -224,7 +224,7 @@ def show(report):
     print("\n" + verdict.table(report) + "\n")
     rows, runs = report["differences"], report["runs"]
     if any(row["n"] == 1 for row in rows):
-        print("One seed shows nothing by itself: another seed moves a loss as much as another model does. Try --seeds=3.")
+        print("One seed shows nothing by itself: another seed moves a loss as much as another model. Try --seeds=3.")
     if any(row["verdict"] == "not shown" for row in rows):
         print("not shown: the interval holds zero, so these seeds do not tell the difference from none.")
     if sum(row["n"] > 1 for row in rows) >= 5:

@@ -169,8 +169,8 @@ def merge(reports):
     for path, label in itertools.product(others, {label: None for arm in shared for label in (bases[0][arm], arm)}):
         if change := difference_of(identity_of(reports[first], label), identity_of(reports[path], label)):
             name, ours, theirs = change
-            raise SettingError(f"{path}: {name} of {label} is {theirs}, and {ours} in {first}: all machines need the same "
-                               f"settings, text and code")
+            raise SettingError(f"{path}: {name} of {label} is {theirs}, and {ours} in {first}: all machines need the "
+                               f"same settings, text and code")
     rows = []
     for label in shared:
         means = {path: next(row["mean"] for row in report["differences"] if row["arm"] == label)
@@ -205,62 +205,89 @@ LINES = ["-", "--", ":", "-."]
 
 
 def figure(report, path):
-    """Validation loss against tokens, FLOPs and seconds, and the paired differences; of a merged report the last alone.
-    ImportError without matplotlib."""
+    """Validation loss against tokens, FLOPs and seconds, the difference against tokens, and the final differences; of a
+    merged report the last alone. ImportError without matplotlib."""
     from matplotlib.figure import Figure
-    height = 1.5 + 0.3 * len(report["differences"])
+    height = 1.2 + 0.45 * len(report["differences"])
     if not report["runs"]:
         canvas = Figure(figsize=(8, max(3, height)), layout="constrained")
         draw_differences(canvas.subplots(), report)
     else:
-        canvas = Figure(figsize=(11, 4 + max(4, height)), layout="constrained")
-        (first, second), (third, last) = canvas.subplots(2, 2, height_ratios=(4, max(4, height)))
-        draw_curves(first, report, "tokens", lambda run: run["tokens"])
-        draw_curves(second, report, "training FLOPs, head included", lambda run: run["training_flops"])
-        draw_curves(third, report, "seconds of training steps", lambda run: run["seconds_per_step"] * run["steps"])
-        first.legend(fontsize=8)
-        draw_differences(last, report)
+        canvas = Figure(figsize=(13, 5 + max(3.5, height)), layout="constrained")
+        panels = canvas.subplot_mosaic([["tokens", "flops", "seconds"], ["gap", "differences", "differences"]],
+                                       height_ratios=(4, max(3.5, height)))
+        draw_losses(panels["tokens"], report, "tokens", lambda run: run["tokens"])
+        draw_losses(panels["flops"], report, "training FLOPs, head included", lambda run: run["training_flops"])
+        draw_losses(panels["seconds"], report, "seconds of training steps",
+                    lambda run: run["seconds_per_step"] * run["steps"])
+        draw_gaps(panels["gap"], report)
+        draw_differences(panels["differences"], report)
+        handles, names = panels["tokens"].get_legend_handles_labels()
+        canvas.legend(handles, names, loc="outside upper center", ncols=3 if len(names) < 10 else 4, fontsize=8)
     canvas.savefig(path, dpi=150)
 
 
-def draw_curves(ax, report, label, whole):
+def draw_losses(ax, report, label, whole):
     """`whole`: a run -> what its whole training took of the x axis."""
-    shown = []
+    late = []
     for i, arm in enumerate(report["arms"]):
         runs = [run for run in runs_of(report, arm["label"]).values() if not run["diverged"]]
-        if not runs:
-            continue
-        points = list(zip(*(run["validation"] for run in runs)))         # of each validation, one point per seed
-        x = [tokens / runs[0]["tokens"] * statistics.fmean(map(whole, runs)) for (tokens, _), *_ in points]
-        mean = [statistics.fmean(loss for _, loss in point) for point in points]
-        sd = [statistics.stdev(loss for _, loss in point) if len(runs) > 1 else 0.0 for point in points]
-        low, high = ([m + sign * s for m, s in zip(mean, sd)] for sign in (-1, 1))
-        ax.plot(x, mean, LINES[i % 4], color=COLOURS[i % 7], marker="o", markersize=3, label=arm["label"])
-        ax.fill_between(x, low, high, color=COLOURS[i % 7], alpha=0.15, linewidth=0)
-        shown += low[len(low) // 4:] + high[len(high) // 4:]
-    if shown:                                                            # the first quarter may leave the picture
-        margin = 0.05 * (max(shown) - min(shown)) + 1e-3
-        ax.set_ylim(min(shown) - margin, max(shown) + margin)
+        if runs:
+            total = statistics.fmean(map(whole, runs)) / runs[0]["tokens"]
+            late += draw_band(ax, i, arm["label"], [[loss for _, loss in run["validation"]] for run in runs],
+                              [tokens * total for tokens, _ in runs[0]["validation"]])
+    zoom(ax, late)
     ax.set(xlabel=label, ylabel="validation loss, nats per token", title="mean and s.d. over seeds")
+
+
+def draw_gaps(ax, report):
+    late = []
+    for i, arm in enumerate(report["arms"]):
+        runs, base = runs_of(report, arm["label"]), runs_of(report, arm["base"])
+        pairs = [(runs[seed]["validation"], base[seed]["validation"]) for seed in runs if seed in base]
+        gaps = [[ours - plain for (at, ours), (same, plain) in zip(*pair) if at == same] for pair in pairs]
+        if gaps and len({len(gap) for gap in gaps}) == 1 and all(map(math.isfinite, itertools.chain(*gaps))):
+            late += draw_band(ax, i, arm["label"], gaps, [at for at, _ in pairs[0][0]][:len(gaps[0])])
+    ax.axhline(0, color="grey", linewidth=1)
+    zoom(ax, late)
+    ax.set(xlabel="tokens", ylabel="less the baseline's, nats per token", title="paired difference: mean and s.d.")
+
+
+def draw_band(ax, i, label, curves, x):
+    """Mean and standard deviation of the seeds' curves over x. -> the band's limits, without its first quarter."""
+    mean = [statistics.fmean(point) for point in zip(*curves)]
+    sd = [statistics.stdev(point) if len(curves) > 1 else 0.0 for point in zip(*curves)]
+    low, high = ([m + sign * s for m, s in zip(mean, sd)] for sign in (-1, 1))
+    ax.plot(x, mean, LINES[i % 4], color=COLOURS[i % 7], marker="o", markersize=3, label=label)
+    ax.fill_between(x, low, high, color=COLOURS[i % 7], alpha=0.15, linewidth=0)
+    return low[len(low) // 4:] + high[len(high) // 4:]
+
+
+def zoom(ax, late):
+    """The first quarter of the training, steep as it is, may leave the picture."""
+    if late:
+        margin = 0.05 * (max(late) - min(late)) + 1e-3
+        ax.set_ylim(min(late) - margin, max(late) + margin)
 
 
 def draw_differences(ax, report):
     rows, labels = report["differences"], [arm["label"] for arm in report["arms"]]
+    bases = {row["base"] for row in rows}
+    several = len(bases) > 1
     for y, row in enumerate(rows):
         colour = COLOURS[labels.index(row["arm"]) % 7]
         ax.plot(list(row["values"].values()), [y] * row["n"], "|", color=colour, markersize=14, markeredgewidth=1.5)
         if row["low"] is not None:
             ax.plot([row["low"], row["high"]], [y, y], "-", color=colour, linewidth=2)
         ax.plot(row["mean"], y, "D", color=colour, markersize=6)
+        name = row["arm"] + (f" to {row['base']}" if several else "")
+        ax.text(0.01, y - 0.25, name, fontsize=8, va="bottom", transform=ax.get_yaxis_transform())
     ax.axvline(0, color="grey", linewidth=1)
-    bases = {row["base"] for row in rows}
-    several = len(bases) > 1
-    names = [row["arm"] + (f"\nto {row['base']}" if several else "") for row in rows]
-    ax.set_yticks(range(len(rows)), names, fontsize=8)
-    ax.set_ylim(max(len(rows), 1) - 0.5, -0.5)
-    ax.set(xlabel="validation loss less the baseline's, nats per token",
-           title=f"difference to {'its baseline' if several else ''.join(bases)}: "
-                 f"{'seeds' if report['runs'] else 'machines'} |, mean, 95 % interval")
+    ax.set_yticks([])
+    ax.set_ylim(max(len(rows), 1) - 0.5, -0.8)
+    ax.set(xlabel="final validation loss less the baseline's, nats per token",
+           title=f"difference to {'its baseline' if several else ''.join(bases)}: mean, 95 % interval, "
+                 f"and {'seeds' if report['runs'] else 'machines'} as strokes")
 
 
 def read_report(path):
