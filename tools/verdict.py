@@ -150,6 +150,17 @@ def markdown(rows):
 # Many machines
 
 
+def read_report(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            report = json.load(file)
+        return report if isinstance(report, dict) else {}
+    except OSError as error:
+        raise SettingError(f"{path} cannot be read ({error.strerror}): name .json files of tools.compare") from None
+    except ValueError:
+        return {}
+
+
 def merge(reports):
     """{path: report}, one of each machine -> the report over machines. A machine's difference is the mean over its
     seeds; the interval is over machines. SettingError, one line, where they cannot be put together."""
@@ -288,14 +299,3 @@ def draw_differences(ax, report):
     ax.set(xlabel="final validation loss less the baseline's, nats per token",
            title=f"difference to {'its baseline' if several else ''.join(bases)}: mean, 95 % interval, "
                  f"and {'seeds' if report['runs'] else 'machines'} as strokes")
-
-
-def read_report(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            report = json.load(file)
-        return report if isinstance(report, dict) else {}
-    except OSError as error:
-        raise SettingError(f"{path} cannot be read ({error.strerror}): name .json files of tools.compare") from None
-    except ValueError:
-        return {}
