@@ -1,91 +1,96 @@
 """
-Time and peak memory of a model's training step against the baseline's: `python -m tools.bench --model=mudd`.
+What each model costs on this machine, beside the baseline of the same shape: `python -m tools.bench`.
 
-    python -m tools.bench --model=mudd --shape=d512 --dtype=bfloat16
-    python -m tools.bench --model=mudd --compile=off --dynamic=no --multiway=no     any setting of the model
+    python -m tools.bench                                                 preset laptop: every model, on two CPU cores
+    python -m tools.bench --preset=d512 --models=mudd,mudd:dynamic=no:multiway=no --dtype=bfloat16
+    python -m tools.bench --preset=gpu                                    a 124M shape in bf16, on one GPU
+    python -m tools.bench --models=lime --compile=off --n_layer=8         any setting of the models' shape
 
-The two models step by turns, in pairs whose order changes, so that what else the machine does hits both alike; each pair
-gives one ratio, the baseline's seconds by the model's, and the median is reported with its spread. A ratio of 0.9: the
-model makes 0.9 of the baseline's steps in the same time. What is timed is forward and backward; the peak of memory holds
-the optimizer's state as well.
+The two models work by turns, in pairs whose order changes, so that what else the machine does hits both alike; each pair
+gives one ratio, the baseline's seconds by the model's, and the median is shown with the middle half of the pairs.
+Speed 0.90: nine steps of the model in the time of ten of the baseline's. The columns:
+
+    step, eager / compiled    a training step: forward, backward and, unless --optimizer=no, AdamW's step
+    compiling                 seconds of the first compiled step; of a model after the baseline, which it shares pieces with
+    peak                      bytes of tensors at the peak of a compiled step (eager where nothing is compiled): weights,
+                              gradients, AdamW's two moments and what is kept for the backward pass
+    prefill, decode           reading a full block_size into the cache; one token behind block_size - 1 others (eager)
+    cache gains               how much faster the last tokens of a block are generated with the cache than without
+    KV                        numbers that the cache keeps of one token
+    FLOPs                     of a training step with its head, per token: flops_per_token of the model's file
+    fits 16 / 24 GB           sequences of 1,024 tokens that a training step of the 124M shape holds at once: an ESTIMATE
+                              from the tensors that one eager forward pass under bf16 autocast keeps, a tenth left free
 """
 import itertools
+import json
 import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import configs
+import kernels
+from configs import SettingError
 
 SHAPES = {
+    "laptop": dict(n_layer=4, n_embd=128, n_head=4, vocab_size=257, block_size=128),
     "d512": dict(n_layer=16, n_embd=512, n_head=8, n_kv_head=4, head_dim=64, d_ff=1536, vocab_size=4096, block_size=512),
-    "small": dict(n_layer=4, n_embd=128, n_head=4, n_kv_head=2, d_ff=384, vocab_size=512, block_size=128),
+    "124m": dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, block_size=1024),
 }
+MAIN = ("value_residual", "mudd:dynamic=no:multiway=no", "mudd", "depth_attention", "depth_attention:stride=1", "whitematter")
+PRESETS = {
+    "laptop": dict(shape="laptop", batch_size=8, steps=11),
+    "d512": dict(shape="d512", batch_size=2, steps=13, models=MAIN),
+    "gpu": dict(shape="124m", batch_size=8, steps=9, models=MAIN, device="cuda", dtype="bfloat16"),
+}
+GENERATED = 8                          # tokens, for what the cache gains
 
 
 @dataclass
 class BenchConfig:
-    model: str = "mudd"           # which one of train.MODELS
-    shape: str = "small"          # d512 or small; single settings over it, as --n_layer=8
-    batch_size: int = 2           # sequences in a step
-    dtype: str = "float32"        # float32, bfloat16, float16: of the matrix products
-    compile: bool = True          # compile the pieces between the lines of the loop (no: eager)
-    steps: int = 15               # pairs of steps that are timed
-    device: str = "cpu"           # cpu, cuda, mps
-    threads: int | None = None    # processor threads (default: torch's)
+    preset: str = "laptop"             # laptop, d512 or gpu: values for the settings below, flags go over them
+    models: tuple[str, ...] = ()       # names of train.MODELS, with settings as mudd:dynamic=no (default: all)
+    shape: str = "laptop"              # laptop, d512 or 124m
+    batch_size: int = 8                # sequences in a step
+    dtype: str = "float32"             # float32, bfloat16, float16: of the matrix products
+    compile: str = "both"              # off, on, both: eager steps, compiled ones, or these and those
+    optimizer: bool = True             # count AdamW's step as part of a training step
+    inference: bool = True             # prefill, decode and generation too
+    estimates: bool = True             # what fits a GPU's memory at 124M
+    steps: int = 11                    # pairs that are timed
+    device: str = "cpu"                # cpu, cuda, mps
+    threads: int | None = None         # processor threads (default: torch's)
+    out: str | None = None             # file for the results, as JSON
 
     def __post_init__(self):
-        from train import MODELS
-        for name, words in (("model", MODELS), ("shape", SHAPES), ("dtype", ("float32", "bfloat16", "float16"))):
+        for name, words in (("preset", PRESETS), ("shape", SHAPES), ("compile", ("off", "on", "both")),
+                            ("dtype", ("float32", "bfloat16", "float16"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"--{name}={getattr(self, name)}: choose one of {', '.join(words)}")
-        if self.device.split(":")[0] not in ("cpu", "cuda", "mps"):
-            raise ValueError(f"--device={self.device}: give cpu, cuda or mps")
         for name in ("batch_size", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a whole number of at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"--threads={self.threads}: give a whole number of at least 1")
 
 
-def make_step(config, name, settings):
-    """A model, and a function () -> seconds of one forward and backward pass, which compiles when first called."""
-    from train import build
-    model = build(name, **SHAPES[config.shape] | settings).to(config.device).train()
-    if config.compile:
-        model.compile_pieces()
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randint(model.config.vocab_size, (2, config.batch_size, model.config.block_size),
-                         generator=generator).to(config.device)
-    dtype = getattr(torch, config.dtype)
-
-    def step():
-        model.zero_grad(set_to_none=True)
-        synchronize(config.device)
-        start = time.perf_counter()
-        with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(x, y)
-        loss.backward()
-        synchronize(config.device)
-        return time.perf_counter() - start
-    return model, step
+# ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def synchronize(device):
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def time_in_turns(step, base, pairs):
-    """[(the model's seconds, the baseline's)] of `pairs` pairs; which of the two begins changes from pair to pair."""
+def time_in_turns(ours, base, pairs):
+    """[(our seconds, the baseline's)] of `pairs` pairs; which of the two begins changes from pair to pair."""
     times = []
     for n in range(pairs):
         if n % 2:
-            ours, plain = step(), base()
+            seconds, plain = ours(), base()
         else:
-            plain, ours = base(), step()
-        times.append((ours, plain))
+            plain, seconds = base(), ours()
+        times.append((seconds, plain))
     return times
 
 
@@ -95,19 +100,41 @@ def spread(values):
     return statistics.median(values), values[len(values) // 4], values[-1 - len(values) // 4]
 
 
+def compare(ours, base, pairs):
+    """Two functions () -> seconds, each called once before. -> dict: ratio of speeds with its quartiles, medians."""
+    ours(), base()
+    times = time_in_turns(ours, base, pairs)
+    ratio, low, high = spread([b / a for a, b in times])
+    return dict(ratio=ratio, low=low, high=high, seconds=statistics.median(a for a, _ in times),
+                seconds_base=statistics.median(b for _, b in times))
+
+
+def timed(work, device):
+    """() -> seconds that work() takes on the device."""
+    synchronize = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
+
+    def call():
+        synchronize()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        return time.perf_counter() - start
+    return call
+
+
 def peak_bytes(model, step, device):
     """Bytes of tensors at the peak of a training step: weights, AdamW's two moments, gradients, and what is kept between.
-    On a CPU, where torch keeps no count, the profiler's record of allocations is added up."""
+    On a CPU, where torch keeps no count, the profiler's record of allocations is added up; None where neither can be."""
     step()
     model.zero_grad(set_to_none=True)
     held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.parameters(), *model.parameters(),
                                                       *model.buffers()))
-    if device.startswith("cuda"):
+    if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
         return held + torch.cuda.max_memory_allocated() - before
-    if device != "cpu":
+    if device.type != "cpu":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
@@ -115,56 +142,208 @@ def peak_bytes(model, step, device):
     return held + max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-def bench(config, settings):
-    """Time config.model, with the given settings of its own, against the baseline of the same shape. -> dict"""
-    shared = {name: value for name, value in settings.items() if name in baseline_names()}
-    (model, step), (plain, base) = make_step(config, config.model, settings), make_step(config, "gpt", shared)
-    first_base, first = base(), step()
-    step(), base()
-    times = time_in_turns(step, base, config.steps)
-    ratio, low, high = spread([b / a for a, b in times])
-    return dict(ratio=ratio, low=low, high=high, seconds=statistics.median(a for a, _ in times),
-                seconds_base=statistics.median(b for _, b in times), first=first, first_base=first_base,
-                peak=peak_bytes(model, step, config.device), peak_base=peak_bytes(plain, base, config.device))
+# ------------------------------------------------------------------------------------------------------ what is measured
 
 
-def baseline_names():
-    from model import GPTConfig
-    return {field.name for field, _, _ in configs.fields(GPTConfig)}
+class Subject:
+    """A model of the shape asked for, and what is timed of it: each a function () -> seconds."""
+
+    def __init__(self, config, name, settings):
+        from train import TrainConfig, build, make_optimizer
+        self.config, self.device = config, torch.device(config.device)
+        self.model = build(name, **SHAPES[config.shape] | settings).to(self.device)
+        self.optimizer = make_optimizer(self.model, TrainConfig(), self.device)
+        vocabulary, T = self.model.config.vocab_size, self.model.config.block_size
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randint(vocabulary, (2, config.batch_size, T), generator=generator).to(self.device)
+
+    def autocast(self):
+        dtype = getattr(torch, self.config.dtype)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def step(self, optimizer=True):
+        def work():
+            self.model.train().zero_grad(set_to_none=True)
+            with self.autocast():
+                loss = self.model(self.x, self.y)
+            loss.backward()
+            if optimizer:
+                self.optimizer.step()
+        return timed(work, self.device)
+
+    def prefill(self):
+        cache = self.model.new_cache(self.config.batch_size)
+        return self.reading(cache, 0, self.x)
+
+    def decode(self):
+        cache = self.model.new_cache(self.config.batch_size)
+        self.reading(cache, 0, self.x[:, :-1])()
+        return self.reading(cache, self.x.size(1) - 1, self.x[:, -1:])
+
+    def reading(self, cache, length, idx):
+        @torch.no_grad()
+        def work():
+            cache.length = length
+            with self.autocast():
+                self.model.eval().head(self.model.hidden(idx, cache, last=True))
+        return timed(work, self.device)
+
+    def generation(self, use_cache):
+        """The last GENERATED tokens of a block; with a cache, the reading of the prompt is not counted."""
+        prompt, n = self.x[:, :-GENERATED], GENERATED
+        if not use_cache:
+            return timed(lambda: self.model.eval().generate(prompt, n, temperature=0, use_cache=False), self.device)
+        cache = self.model.eval().new_cache(self.config.batch_size)
+        self.reading(cache, 0, prompt)()
+
+        @torch.no_grad()
+        def work():
+            cache.length, token = prompt.size(1), prompt[:, -1:]
+            for _ in range(n):
+                token = self.model.head(self.model.hidden(token, cache, last=True))[:, -1].argmax(dim=-1, keepdim=True)
+        return timed(work, self.device)
+
+    def facts(self):
+        """What needs no clock: parameters, numbers in the cache and training FLOPs per token."""
+        config, model_class = self.model.config, type(self.model)
+        flops = sys.modules[model_class.__module__].flops_per_token(config, config.block_size)
+        return dict(parameters=sum(p.numel() for p in self.model.parameters()), flops=flops["train"] + 3 * flops["head"],
+                    kv=sum(model_class.cache_slots(config)) * config.n_kv_head * config.head_dim)
+
+
+def bench(config, name, settings):
+    """The model `name` with settings of its own beside the baseline. -> dict of what the columns show, and more."""
+    shared = {k: v for k, v in settings.items() if k in setting_names("gpt")}
+    ours, base = Subject(config, name, settings), Subject(config, "gpt", shared)
+    found = ours.facts() | {f"{k}_base": v for k, v in base.facts().items()}
+    if config.inference:
+        found |= {what: compare(getattr(ours, what)(), getattr(base, what)(), config.steps) for what in ("prefill", "decode")}
+        for key, subject in (("cache_gain", ours), ("cache_gain_base", base)):
+            found[key] = compare(subject.generation(use_cache=True), subject.generation(use_cache=False), 3)["ratio"]
+    steps = [subject.step(config.optimizer) for subject in (ours, base)]
+    if config.compile != "on":
+        found["eager"] = compare(*steps, config.steps)
+    if config.compile != "off":
+        for subject in (ours, base):
+            subject.model.compile_pieces()
+        found |= dict(first_base=steps[1](), first=steps[0](), compiled=compare(*steps, config.steps))
+    for key, subject in (("peak", ours), ("peak_base", base)):
+        found[key] = peak_bytes(subject.model, subject.step(optimizer=False), ours.device)
+    if config.estimates:
+        found |= {key: sequences_that_fit(*model) for key, model in (("fits", (name, settings)), ("fits_base", ("gpt", {})))}
+    return found
+
+
+def sequences_that_fit(name, settings):
+    """(for 16 GB, for 24 GB): sequences of 1,024 tokens in one training step of the 124M shape. An estimate: per parameter
+    16 bytes (weight, gradient, two moments), and what a forward pass keeps, counted at 128 tokens, which grows linearly."""
+    from train import build
+    T, own = 128, {k: v for k, v in settings.items() if k not in setting_names("gpt")}
+    model = build(name, **SHAPES["124m"] | own).train()
+    model.loss = kernels.cross_entropy
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def kept(batch_size):
+        storages = {}
+
+        def count(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+        idx = torch.zeros(batch_size, T, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = model(idx, idx)
+        del loss
+        return sum(size for pointer, size in storages.items() if pointer not in parameters)
+    one, two = kept(1), kept(2)
+    held = 16 * sum(p.numel() for p in model.parameters()) + 2 * one - two
+    return tuple(max(0, int((0.9 * memory * 1e9 - held) / ((two - one) * 1024 / T))) for memory in (16, 24))
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def table(results):
+    """Lines of Markdown: the baseline in its own units, then each model against it."""
+    def ratio(r):
+        return f"{r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})"
+    base = next(iter(results.values()))
+    columns = [("parameters", f"{base['parameters_base']:,}", lambda r: f"{r['parameters'] / r['parameters_base'] - 1:+.2%}")]
+    for key, title in (("eager", "step, eager"), ("compiled", "step, compiled")):
+        if key in base:
+            columns.append((title, f"{base[key]['seconds_base'] * 1000:.0f} ms", lambda r, key=key: ratio(r[key])))
+    if "first" in base:
+        columns.append(("compiling", f"{base['first_base']:.0f} s", lambda r: f"{r['first']:.0f} s"))
+    if base["peak"] is not None:
+        columns.append(("peak", f"{base['peak_base'] / 2 ** 20:,.0f} MiB", lambda r: f"{r['peak'] / r['peak_base'] - 1:+.1%}"))
+    if "prefill" in base:
+        for key in ("prefill", "decode"):
+            columns.append((key, f"{base[key]['seconds_base'] * 1000:.1f} ms", lambda r, key=key: ratio(r[key])))
+        columns.append(("cache gains", f"{base['cache_gain_base']:.1f} times", lambda r: f"{r['cache_gain']:.1f} times"))
+    columns += [("KV", f"{base['kv_base']:,}", lambda r: f"{r['kv']:,}"),
+                ("FLOPs", f"{base['flops_base'] / 1e6:,.1f} M", lambda r: f"{r['flops'] / r['flops_base']:.3f}")]
+    if "fits" in base:
+        columns.append(("fits 16 / 24 GB", "{} / {}".format(*base["fits_base"]), lambda r: "{} / {}".format(*r["fits"])))
+    rows = [["", *(title for title, _, _ in columns)], ["---"] * (len(columns) + 1), ["gpt", *(own for _, own, _ in columns)]]
+    rows += [[arm, *(cell(r) for _, _, cell in columns)] for arm, r in results.items()]
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def setting_names(name):
+    from train import MODELS
+    return {field.name for field, _, _ in configs.fields(MODELS[name][0])}
+
+
+def parse_arm(text, shape):
+    """"mudd:dynamic=no" -> ("mudd", {"dynamic": False}), with `shape`'s settings under it. SettingError for what cannot be built."""
+    from train import MODELS
+    name, *words = text.split(":")
+    if name not in MODELS:
+        raise SettingError(f"--models={text}: choose from {', '.join(MODELS)}")
+    settings = shape | dict(word.partition("=")[::2] for word in words)
+    built, = configs.build(settings, MODELS[name][0])
+    return name, {k: getattr(built, k) for k in settings}                # as the types that the fields have
+
+
+def read(argv):
+    """Command line -> (BenchConfig, {arm: (name of the model, its settings)})"""
+    from train import MODELS
+    settings = configs.read(argv)
+    names = {field.name for field, _, _ in configs.fields(BenchConfig)}
+    own = {k: v for k, v in settings.items() if k in names}
+    config, = configs.build(PRESETS.get(own.get("preset", "laptop"), {}) | own, BenchConfig)
+    shape = {k: v for k, v in settings.items() if k not in names}
+    configs.build(shape, MODELS["gpt"][0])                               # a shape is the baseline's too
+    arms = config.models or [name for name in MODELS if name != "gpt"]
+    parsed = {arm: parse_arm(arm, SHAPES[config.shape] | shape) for arm in arms}
+    from train import usable_device
+    usable_device(config.device)
+    return config, parsed
 
 
 def main(argv):
-    from train import MODELS
     try:
-        settings = configs.read(argv)
-        config_class = MODELS.get(settings.get("model", "mudd"), MODELS["gpt"])[0]
-        if settings.pop("help", False):
-            print(__doc__ + configs.help_text(BenchConfig, config_class))
+        if {"--help", "-h"} & set(argv):
+            from model import GPTConfig
+            print(__doc__ + configs.help_text(BenchConfig, GPTConfig))
             return
-        names = {field.name for field, _, _ in configs.fields(BenchConfig)}
-        config, = configs.build({k: v for k, v in settings.items() if k in names}, BenchConfig)
-        settings = {k: v for k, v in settings.items() if k not in names}
-        model_config, = configs.build(SHAPES[config.shape] | settings, config_class)
-        settings = {k: getattr(model_config, k) for k in settings}               # as the types that the fields have
-    except configs.SettingError as error:
+        config, arms = read(argv)
+        out = config.out and Path(config.out)
+        if out and not out.parent.is_dir():
+            raise SettingError(f"--out={out}: there is no folder {out.parent}")
+    except SettingError as error:
         sys.exit(f"bench: {error}")
     if config.threads:
         torch.set_num_threads(config.threads)
-    result = bench(config, settings)
-    print(f"{config.model} {' '.join(f'{k}={v}' for k, v in settings.items())}".rstrip() + f", shape {config.shape}, "
-          f"{config.batch_size} sequences, {config.dtype}, {'compiled' if config.compile else 'eager'}, {config.device}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}" + load())
-    print(f"  speed          {result['ratio']:.3f} of the baseline's (middle half of {config.steps} pairs: "
-          f"{result['low']:.3f} to {result['high']:.3f}); {result['seconds']:.3f} s a step against {result['seconds_base']:.3f}")
-    print(f"  first step     {result['first']:.1f} s, after the baseline's, {result['first_base']:.1f} s, which shares pieces with it")
-    if result["peak"] is not None:
-        print(f"  peak memory    {result['peak'] / 2 ** 20:,.0f} MiB against {result['peak_base'] / 2 ** 20:,.0f} "
-              f"({result['peak'] / result['peak_base'] - 1:+.1%})")
-
-
-def load():
-    """How busy the machine is: runnable processes, averaged over a minute, where the system says so."""
-    return f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
+    results = {}
+    for arm, (name, settings) in tqdm(arms.items(), unit="model", leave=False):
+        results[arm] = bench(config, name, settings)
+    where = dict(device=config.device, threads=torch.get_num_threads(), torch=torch.__version__,
+                 python=sys.version.split()[0], load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
+    print(f"shape {config.shape}, {config.batch_size} sequences, {config.dtype}, {config.steps} pairs; "
+          + ", ".join(f"{k} {v}" for k, v in where.items() if v is not None) + "\n")
+    print("\n".join(table(results)))
+    if out:
+        out.write_text(json.dumps(dict(settings=asdict(config), machine=where, results=results), indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
