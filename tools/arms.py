@@ -99,6 +99,11 @@ def make_arm(label, shared):
                tokens * (flops["train"] + 3 * flops["head"]), config.max_iters)
 
 
+def labels(text):
+    """"gpt,mudd:period=2" -> ["gpt", "mudd:period=2"]. A comma before a digit stands within a value, as in targets=2,3."""
+    return re.split(r",(?!\d)", text)
+
+
 def parse(label):
     """model:setting=value:... -> (model, {setting: value})"""
     name, *pairs = label.split(":")

@@ -36,13 +36,14 @@ from tqdm import tqdm
 import configs
 import kernels
 from configs import SettingError
+from tools import arms
 
 SHAPES = {
     "laptop": dict(n_layer=4, n_embd=128, n_head=4, vocab_size=257, block_size=128),
     "d512": dict(n_layer=16, n_embd=512, n_head=8, n_kv_head=4, head_dim=64, d_ff=1536, vocab_size=4096, block_size=512),
     "124m": dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, block_size=1024),
 }
-MAIN = ("value_residual", "mudd:dynamic=no:multiway=no", "mudd", "depth_attention", "depth_attention:stride=1", "whitematter")
+MAIN = "value_residual,mudd:dynamic=no:multiway=no,mudd,depth_attention,depth_attention:stride=1,whitematter"
 PRESETS = {
     "laptop": dict(shape="laptop", batch_size=8, steps=11),
     "d512": dict(shape="d512", batch_size=2, steps=13, models=MAIN),
@@ -54,7 +55,7 @@ GENERATED = 8                          # tokens, for what the cache gains
 @dataclass
 class BenchConfig:
     preset: str = "laptop"             # laptop, d512 or gpu: values for the settings below, flags go over them
-    models: tuple[str, ...] = ()       # names of train.MODELS, with settings as mudd:dynamic=no (default: all)
+    models: str = ""                   # names of train.MODELS, with settings as mudd:dynamic=no (default: all)
     shape: str = "laptop"              # laptop, d512 or 124m
     batch_size: int = 8                # sequences in a step
     dtype: str = "float32"             # float32, bfloat16, float16: of the matrix products
@@ -296,28 +297,26 @@ def setting_names(name):
 def parse_arm(text, shape):
     """"mudd:dynamic=no" -> ("mudd", {"dynamic": False}), with `shape`'s settings under it. SettingError for what cannot be built."""
     from train import MODELS
-    name, *words = text.split(":")
+    name, own = arms.parse(text)
     if name not in MODELS:
         raise SettingError(f"--models={text}: choose from {', '.join(MODELS)}")
-    settings = shape | dict(word.partition("=")[::2] for word in words)
+    settings = shape | own
     built, = configs.build(settings, MODELS[name][0])
     return name, {k: getattr(built, k) for k in settings}                # as the types that the fields have
 
 
 def read(argv):
-    """Command line -> (BenchConfig, {arm: (name of the model, its settings)})"""
-    from train import MODELS
+    """Command line -> (BenchConfig, {label: (name of the model, its settings)})"""
+    from train import MODELS, usable_device
     settings = configs.read(argv)
     names = {field.name for field, _, _ in configs.fields(BenchConfig)}
     own = {k: v for k, v in settings.items() if k in names}
     config, = configs.build(PRESETS.get(own.get("preset", "laptop"), {}) | own, BenchConfig)
     shape = {k: v for k, v in settings.items() if k not in names}
     configs.build(shape, MODELS["gpt"][0])                               # a shape is the baseline's too
-    arms = config.models or [name for name in MODELS if name != "gpt"]
-    parsed = {arm: parse_arm(arm, SHAPES[config.shape] | shape) for arm in arms}
-    from train import usable_device
     usable_device(config.device)
-    return config, parsed
+    labels = arms.labels(config.models) if config.models else [name for name in MODELS if name != "gpt"]
+    return config, {label: parse_arm(label, SHAPES[config.shape] | shape) for label in labels}
 
 
 def main(argv):
@@ -326,7 +325,7 @@ def main(argv):
             from model import GPTConfig
             print(__doc__ + configs.help_text(BenchConfig, GPTConfig))
             return
-        config, arms = read(argv)
+        config, models = read(argv)
         out = config.out and Path(config.out)
         if out and not out.parent.is_dir():
             raise SettingError(f"--out={out}: there is no folder {out.parent}")
@@ -335,8 +334,8 @@ def main(argv):
     if config.threads:
         torch.set_num_threads(config.threads)
     results = {}
-    for arm, (name, settings) in tqdm(arms.items(), unit="model", leave=False):
-        results[arm] = bench(config, name, settings)
+    for label, (name, settings) in tqdm(models.items(), unit="model", leave=False):
+        results[label] = bench(config, name, settings)
     where = dict(device=config.device, threads=torch.get_num_threads(), torch=torch.__version__,
                  python=sys.version.split()[0], load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
     print(f"shape {config.shape}, {config.batch_size} sequences, {config.dtype}, {config.steps} pairs; "

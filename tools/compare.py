@@ -89,7 +89,7 @@ def plan(argv):
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise SettingError("a comparison is one process: start it without torchrun, and share out the seeds instead")
 
-    groups = [re.split(r",(?!\d)", config.models)]           # a comma before a digit stands within a value: targets=2,3
+    groups = [arms.labels(config.models)]
     if config.study:
         groups = arms.STUDIES[config.study](arms.make_arm("gpt", shared).config.n_layer)
     if config.quick:
