@@ -123,6 +123,29 @@ def test_only_seeds_that_both_have_are_paired():
 # End to end
 
 
+def test_what_is_given_is_not_trained_again(tiny, trained, tmp_path, monkeypatch, capsys):
+    """A baseline of another machine: its runs are paired with ours as they stand, and ours only are trained."""
+    compare.main(["--models=gpt", "--seeds=2", *tiny, "--out=base.json"])
+    base = json.loads(Path("base.json").read_text(encoding="utf-8"))
+    base["arms"][0]["identity"]["machine"]["torch"] = "2.99"
+    for run in base["runs"]:
+        run["val_loss"] += 1.0
+    Path("base.json").write_text(json.dumps(base), encoding="utf-8")
+    (tmp_path / "room").mkdir()
+    monkeypatch.chdir(tmp_path / "room")
+    trained.clear()
+    compare.main(["--models=gpt,mudd", "--seeds=3", *tiny, "--given=../base.json", "--out=all.json"])
+    assert [name.rsplit("-", 1)[0] for name in trained] == ["mudd-s1337", "mudd-s1", "gpt-s2", "mudd-s2"]
+    row, = json.loads(Path("all.json").read_text(encoding="utf-8"))["differences"]
+    assert row["values"]["1337"] < -0.5 and row["values"]["1"] < -0.5 and abs(row["values"]["2"]) < 0.5
+    assert capsys.readouterr().out.count(", given") == 2
+    with pytest.raises(SystemExit, match="none of its arms"):
+        compare.main(["--models=gpt,mudd", *tiny, "--given=../base.json", "--max_iters=3"])
+    Path("empty.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit, match="is no result"):
+        compare.main(["--models=gpt,mudd", *tiny, "--given=empty.json"])
+
+
 def test_a_comparison_end_to_end_and_found_again(tiny, trained, capsys, monkeypatch):
     monkeypatch.setattr(verdict, "figure", FIGURE)
     compare.main(["--models=gpt,value_residual:variant=convex,mudd", "--seeds=2", *tiny])
@@ -483,8 +506,7 @@ def test_a_claim_has_a_valid_command_a_figure_and_a_verdict(row, tiny_data, monk
             _, chosen, _, _ = compare.plan([*words[2:], f"--data={tiny_data}"])
             assert any(arm.base for arm in chosen)
         elif words[:2] == ["-m", "tools.bench"]:
-            settings = configs.read(words[2:])
-            configs.build(settings, bench.BenchConfig, train.MODELS[settings["model"]][0])
+            assert bench.read(words[2:])[1]
         elif words[0] == "train.py":
             train.read_settings(configs.read(words[1:]))
         else:

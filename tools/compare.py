@@ -7,6 +7,7 @@ Train models on the same batches, from several seeds, and say which differences 
     python -m tools.compare --models=gpt,mudd --match=flops     the baseline widened until both cost the same
     python -m tools.compare --sweep=learning_rate               each arm at its best of several learning rates
     python -m tools.compare --quick                             two models, one seed, under 5 minutes on two CPU cores
+    python -m tools.compare --given=docs/baseline.json          what a shipped result holds is not trained again
     python -m tools.compare --merge a.json b.json c.json        a result of each machine: the interval over machines
 
 Any setting of train.py holds for all arms, as in --max_iters=300; a preset may stand before the flags. The first arm is
@@ -59,6 +60,7 @@ class CompareConfig:
     match_by: str = "width"                  # what of the baseline changes: width, depth, or (flops only) tokens
     sweep: str = ""                          # a setting, such as learning_rate: report each arm at its best value
     sweep_values: tuple[float, ...] = ()     # the values to try (default: half, once and twice the preset's)
+    given: str = ""                          # a result, of any machine: its runs of these arms and seeds are not trained again
     out: str = ""                            # file of the results (default: runs/compare/<name>.json), figure beside it
     quick: bool = False                      # the first two arms only, one seed, a short laptop run
 
@@ -121,20 +123,38 @@ def plan(argv):
 # Running
 
 
-def train_all(chosen, seeds):
+def train_all(chosen, seeds, given):
     """(results, whether all are there). Seed by seed, so that what is there when Ctrl-C comes are whole pairs."""
     runs, todo = [], list(itertools.product(seeds, chosen))
     try:
         for n, (seed, arm) in enumerate(todo, 1):
-            what = f"[{n}/{len(todo)}] {arm.label}, seed {seed}:"
-            found = (folder_of(arm, seed) / "result.json").exists()
-            if not found:
+            what, how = f"[{n}/{len(todo)}] {arm.label}, seed {seed}:", ""
+            if (folder_of(arm, seed) / "result.json").exists():
+                how = ", found"
+            elif (arm.label, seed) in given:
+                how = ", given"
+            else:
                 print(f"{what} training", flush=True)
-            runs.append(run_one(arm, seed))
-            print(f"{what} {runs[-1]['val_loss']:.4f} nats per token" + ", found" * found, flush=True)
+            runs.append(given[arm.label, seed] if how == ", given" else run_one(arm, seed))
+            print(f"{what} {runs[-1]['val_loss']:.4f} nats per token{how}", flush=True)
         return runs, True
     except (KeyboardInterrupt, SystemExit):                  # train.py leaves by SystemExit when it has saved
         return runs, False
+
+
+def given_runs(path, chosen):
+    """{(label, seed): run} of a result that any machine wrote, for the arms whose settings, text and code are as here."""
+    report = verdict.read_report(path)
+    if report.get("format") != verdict.FORMAT or not report.get("runs"):
+        raise SettingError(f"--given={path} is no result of tools.compare on one machine: name a .json file that it wrote")
+    runs = {}
+    for arm, theirs in itertools.product(chosen, report["arms"]):
+        if verdict.difference_of(arm.identity, theirs["identity"]) is None:
+            runs |= {(arm.label, seed): run | dict(arm=arm.label)
+                     for seed, run in verdict.runs_of(report, theirs["label"]).items()}
+    if not runs:
+        raise SettingError(f"--given={path}: none of its arms has the settings, text and code of one here: leave it out")
+    return runs
 
 
 def folder_of(arm, seed):
@@ -278,7 +298,8 @@ def main(argv):
             print(remark)
         first = config.first_seed
         seeds = [1337, *range(1, config.seeds)] if first is None else range(first, first + config.seeds)
-        runs, finished = train_all(list(itertools.chain(*sweep.values())) or chosen, seeds)
+        every = list(itertools.chain(*sweep.values())) or chosen
+        runs, finished = train_all(every, seeds, given_runs(config.given, every) if config.given else {})
         if config.sweep:
             chosen, lines = choose(config.sweep, chosen, sweep, runs)
             print("\n" + "\n".join(lines))
