@@ -11,20 +11,21 @@ from tests.test_contract import ARMS, ids, make
 from tools import figures, inside, probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=24", "--batch_size=2", "--max_iters=2", "--sample_tokens=0",
-         "--device=cpu"]
+SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=24", "--batch_size=2", "--max_iters=2",
+         "--sample_tokens=0", "--device=cpu"]
 CAUSAL = torch.ones(512, 512, dtype=torch.bool).tril()
 
 
 # ---- metrics on hand-made tensors ----------------------------------------------------------------------------------
 
 def test_uniform_causal_attention_has_the_entropy_and_the_first_token_that_it_must():
-    """a_j = sum over t >= j of 1/t. At T = 512: entropy 5.818, not ln 512, and the first token has 6.8 times the mean."""
+    """a_j = sum over t >= j of 1/t. At T = 512: entropy 5.818, not ln 512; the first token has 6.8 times the mean."""
     A = probe.uniform(CAUSAL).double()
     a = probe.importance(A)[0]
     by_hand = [sum(1 / t for t in range(j, 513)) for j in range(1, 513)]
     assert a.tolist() == pytest.approx(by_hand, rel=1e-5)
-    assert probe.importance_entropy(A).item() == pytest.approx(-sum(x / 512 * math.log(x / 512) for x in by_hand), rel=1e-6)
+    entropy = -sum(x / 512 * math.log(x / 512) for x in by_hand)
+    assert probe.importance_entropy(A).item() == pytest.approx(entropy, rel=1e-6)
     assert round(probe.importance_entropy(A).item(), 3) == 5.818 and round((a[0] / a.mean()).item(), 1) == 6.8
     assert probe.first_mass(A).item() == pytest.approx((by_hand[0] - 1) / 511, rel=1e-5)
 
@@ -244,6 +245,43 @@ def test_lambdas_are_those_of_layers_that_mix():
     assert inside.lambdas(model)["lam1"] == model.lam1.tolist()
 
 
+# ---- what the page says --------------------------------------------------------------------------------------------
+
+def test_a_sink_is_found_and_none_is_said_to_leave_the_claim_untested():
+    facts = dict(dummy=False, settings={})
+    none = dict(mass=[0.02, 0.04], sink_rate=[0, 0], mass_by_head=[[0.01, 0.03], [0.02, 0.06]]) | facts
+    assert figures.sink_found("gpt-1", none) == (
+        "gpt-1: the baseline has no sink here (mass on the first token 0.03, sink rate 0; the most of any head is 0.06, "
+        "in layer 1): that a mechanism removes sinks cannot be tested on this checkpoint.")
+    assert "cannot be tested" not in figures.sink_found("m", none | dict(settings=dict(model="mudd")))
+    some = dict(mass=[0.02, 0.4], sink_rate=[0, 0.5], mass_by_head=[[0.01, 0.03], [0.02, 0.78]]) | facts
+    assert figures.sink_found("x", some | dict(dummy=True)) == \
+        "x: 25% of all heads are sinks, most of them in layer 1 (50%); mass on the dummy 0.21."
+
+
+def test_the_pattern_of_reads_in_words():
+    own, past = [[1, 0, 0], [0, 1, 0], [0, 0, 1]], [[0.1, 0.2, 0.3], [0.1, 0.2, 0.3], [0, 0, 0]]
+    stands = "the depth at which it stands"
+    assert figures.reads_found("x", dict(reads=dict(own=own, past=own))) == \
+        f"x: at its own position a layer reads {stands}; of past tokens {stands}."
+    assert figures.reads_found("x", dict(reads=dict(own=own, past=past))).endswith(
+        f"of past tokens {stands} and depths 0, 1, 2, also above its own.")
+
+
+def test_the_stream_that_changes_most_is_named_only_where_one_does():
+    r = dict(adjacent=dict(q=[0.9, 0.9], k=[0.9, 0.8], v=[0.5, 0.6], r=[0.95, 0.95]))
+    assert figures.adjacent_found("m", r) == "m: q 0.90, k 0.85, v 0.55, r 0.95 on average; stream v changes most."
+    assert "no stream stands out" in figures.adjacent_found("m", dict(adjacent=dict.fromkeys("qkvr", [0.9])))
+
+
+def test_a_drained_value_is_one_below_half_of_the_others():
+    r = dict(own_value=[1, 0.4], moved_value=[1, 0.7])
+    assert figures.values_found("x", r) == \
+        "x: of the moved value at least 0.70 (layer 1), of the layer's own at least 0.40 (layer 1): " \
+        "drained, less than half of the others'."
+    assert "none of their own" in figures.values_found("x", r | dict(own_value=[None, None]))
+
+
 # ---- end to end ----------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -269,7 +307,8 @@ def test_one_command_makes_numbers_pictures_and_a_page(runs, tmp_path, capsys):
     pictures = {path.name for path in (tmp_path / "o").glob("*.png")}
     assert pictures == {f"{question.name}.png" for question in figures.QUESTIONS} | {"reads.png", "weights_1_mudd.png"}
     assert all(f'<img src="{name}"' in page and (tmp_path / "o" / name).stat().st_size > 5000 for name in pictures)
-    assert "the baseline gpt has no sink here" in page.lower() or "gpt: " in page
+    assert ("the baseline has no sink here" in page) == (max(results["gpt"]["sink_rate"]) == 0)
+    assert "No answer from gpt, mudd: no such quantity" in page           # they have no lambdas
     assert page.count("Look for.") == len(pictures)
 
     model = train.load_checkpoint(runs / "mudd" / "last.pt").model
@@ -308,8 +347,9 @@ def test_without_matplotlib_the_numbers_are_there(runs, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arguments, sentence", [
     (["nothing_here"], "there is no checkpoint"), (["gpt", "--windows=0"], "at least 1"),
-    (["gpt", "short"], "block_size 16 and 24"), (["gpt", "gpt"], "named twice"), (["gpt", "--window=3"], "did you mean --windows"),
-    (["gpt", "--data=nowhere"], "no data set 'nowhere'"), (["gpt", "--data=words"], "--data of the run's own tokenizer"),
+    (["gpt", "short"], "block_size 16 and 24"), (["gpt", "gpt"], "named twice"),
+    (["gpt", "--window=3"], "did you mean --windows"), (["gpt", "--data=nowhere"], "no data set 'nowhere'"),
+    (["gpt", "--data=words"], "--data of the run's own tokenizer"),
     (["gpt", "--grid"], "leave the runs out"), (["gpt", "--device=tpu"], "choose cpu")])
 def test_a_mistake_is_answered_with_one_line(runs, tmp_path, arguments, sentence):
     arguments = [argument if argument.startswith("-") else str(runs / argument) for argument in arguments]

@@ -159,7 +159,7 @@ def direct_reads(model, idx):
         g = iter(g)
         g = [g0, *by_step(model, [[next(g) for _ in calls] for calls in leaves], T, 1)]
         for m in range(len(size)):
-            moved = (g[m].norm(dim=-1) * size[m]).double().square().mean(dim=0)                       # (T,)
+            moved = (g[m].norm(dim=-1) * size[m]).cpu().double().square().mean(dim=0)                       # (T,)
             own[n, m], past[n, m] = moved[-1], moved[:-1].sum()
     total = (own + past).sum(dim=1, keepdim=True)
     return (own / total).sqrt(), (past / total).sqrt()
@@ -228,13 +228,14 @@ def fused(model, trace, states):
     return tables
 
 
-TABLES = {   # class: tables, what their numbers are, rows, columns
-    MUDD: (connections, "connection weight x mean norm of the source", "reading layer", "depth that is read"),
-    DepthAttention: (depth_weights, "attention over depth", "reading layer", "layer whose value is read"),
-    LIMe: (routed, "norm of the routing weights", "reading layer", "layer whose heads are read"),
-    WhiteMatter: (router, "router weight", "channel", "depth that is mixed in"),
-    Feedback: (memory, "weight in the memory", "channel", "depth that is mixed in"),
-    FusedKV: (fused, "mean coefficient", "reading layer", "layer whose cache is read"),
+TABLES = {   # class: tables, what their numbers are, their short name, rows, columns
+    MUDD: (connections, "connection weights times the mean norm of the source", "weight x norm", "reading layer",
+           "depth read"),
+    DepthAttention: (depth_weights, "attention over depth, mean of heads", "weight", "reading layer", "value of layer"),
+    LIMe: (routed, "norms of the routing weights, mean of heads", "norm", "reading layer", "heads of layer"),
+    WhiteMatter: (router, "router weights", "weight", "channel", "depth mixed in"),
+    Feedback: (memory, "softmax weights of the memory", "weight", "channel", "depth mixed in"),
+    FusedKV: (fused, "fusing coefficients, mean over channels", "coefficient", "reading layer", "cache of layer"),
 }
 
 
@@ -243,7 +244,7 @@ def tables_of(model, trace, states):
     make = next((row[0] for cls, row in TABLES.items() if isinstance(model, cls)), lambda *_: {})
     moments = {}
     for title, table in make(model, trace, states).items():
-        table = table.double()
+        table = table.cpu().double()
         square = table.square().mean(dim=0) if len(table) > 1 else torch.full_like(table[0], torch.nan)
         moments[title] = torch.stack((table.mean(dim=0), square))
     return moments

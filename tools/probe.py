@@ -118,7 +118,7 @@ def probe(model, windows, bar):
         for kept, new in zip((numbers, tables), measure(model, idx)):
             kept.append(new)
         bar.update()
-    mean = {name: torch.stack([n[name].double().cpu() for n in numbers]).mean(dim=0) for name in numbers[0]}
+    mean = {name: torch.stack([n[name].cpu().double() for n in numbers]).mean(dim=0) for name in numbers[0]}
     N, T = len(mean["entropy"]), windows[0].size(1)
     references = [uniform(seen_by(model, n, T)) for n in range(N)]
     own, past = direct_reads(model, torch.cat(windows[:4])[:, :32])
@@ -130,17 +130,18 @@ def probe(model, windows, bar):
         mass_uniform=[first_mass(A).item() for A in references],
         own_value=mean["own"], moved_value=mean["moved"],
         entropy=mean["entropy"], entropy_uniform=[importance_entropy(A).item() for A in references],
-        lambdas=lambdas(model), lambdas_trained=trained, reads=dict(own=own, past=past),
-        error=max(n["error"].max().item() for n in numbers))
+        lambdas=lambdas(model), lambdas_trained=trained, dummy=getattr(model, "first", 0) == 1,
+        reads=dict(own=own, past=past), error=max(n["error"].max().item() for n in numbers))
     if tables[0]:
-        _, what, rows, columns = next(row for cls, row in TABLES.items() if isinstance(model, cls))
+        _, what, unit, rows, columns = next(row for cls, row in TABLES.items() if isinstance(model, cls))
         panels = {}
         for title in tables[0]:
-            first, square = torch.stack([t[title].cpu() for t in tables]).mean(dim=0)
+            first, square = torch.stack([t[title] for t in tables]).mean(dim=0)
             sd = None if square.isnan().all() else (square - first.square()).clamp(min=0).sqrt()
             if not first.isnan().all():
                 panels[title] = dict(mean=first, sd=sd)
-        result["tables"] = dict(what=what, rows=rows, columns=columns, head=isinstance(model, MUDD), panels=panels)
+        result["tables"] = dict(what=what, unit=unit, rows=rows, columns=columns, head=isinstance(model, MUDD),
+                                panels=panels)
     return as_lists(result)
 
 
