@@ -153,7 +153,9 @@ READS = {                       # arm: depths read at the own position, of past 
     "whitematter": (OWN, ANY, {L}),
     "whitematter depth_causal": (OWN, UP_TO, {L}),
     "feedback": (OWN, ANY, {L}),
+    "feedback cyclic": (OWN, ANY, {L}),
     "lckv": (OWN, [{0}, {2}, {2}, {3}], {L}),                            # layers 1 and 2 are condensed
+    "lckv jacobi": (OWN, [{2}, {2}, {2}, {3}], {L}),
     "fusedkv": ([{0}, {1}, {0, 1, 2}, {0, 1, 3}], [{0}, {1}, {0, 1}, {0, 1}], {L}),
     "recurrent": (OWN, [{n + 1} for n in range(L)], {L}),
 }
@@ -251,8 +253,8 @@ def test_a_sink_is_found_and_none_is_said_to_leave_the_claim_untested():
     facts = dict(dummy=False, settings={})
     none = dict(mass=[0.02, 0.04], sink_rate=[0, 0], mass_by_head=[[0.01, 0.03], [0.02, 0.06]]) | facts
     assert figures.sink_found("gpt-1", none) == (
-        "gpt-1: the baseline has no sink here (mass on the first token 0.03, sink rate 0; the most of any head is 0.06, "
-        "in layer 1): that a mechanism removes sinks cannot be tested on this checkpoint.")
+        "gpt-1: the baseline has no sink here (mass on the first token 0.03, sink rate 0; the most of any head is "
+        "0.06, in layer 1): that a mechanism removes sinks cannot be tested on this checkpoint.")
     assert "cannot be tested" not in figures.sink_found("m", none | dict(settings=dict(model="mudd")))
     some = dict(mass=[0.02, 0.4], sink_rate=[0, 0.5], mass_by_head=[[0.01, 0.03], [0.02, 0.78]]) | facts
     assert figures.sink_found("x", some | dict(dummy=True)) == \
@@ -277,7 +279,7 @@ def test_the_stream_that_changes_most_is_named_only_where_one_does():
 def test_a_drained_value_is_one_below_half_of_the_others():
     r = dict(own_value=[1, 0.4], moved_value=[1, 0.7])
     assert figures.values_found("x", r) == \
-        "x: of the moved value at least 0.70 (layer 1), of the layer's own at least 0.40 (layer 1): " \
+        "x: the least of the moved value is 0.70 (layer 1), of the layer's own 0.40 (layer 1): " \
         "drained, less than half of the others'."
     assert "none of their own" in figures.values_found("x", r | dict(own_value=[None, None]))
 

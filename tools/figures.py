@@ -120,11 +120,11 @@ def values(results):
 
 def values_found(label, r):
     value, at = lowest(r["moved_value"])
-    sentence = f"{label}: of the moved value at least {value:.2f} (layer {at})"
+    sentence = f"{label}: the least of the moved value is {value:.2f} (layer {at})"
     if mean(r["own_value"]) is None:
         return sentence + "; its layers make none of their own from their input."
     value, at = lowest(r["own_value"])
-    return sentence + f", of the layer's own at least {value:.2f} (layer {at}): " + \
+    return sentence + f", of the layer's own {value:.2f} (layer {at}): " + \
         ("drained, less than half of the others'." if value < 0.5 else "not drained.")
 
 
@@ -183,10 +183,10 @@ QUESTIONS = [
 TABLE_LOOK = """Rows read, columns are read; where nothing can be read it is grey. Look for columns that stay strong far
 from the diagonal: a depth that many layers go back to. The standard deviation, if there is one, says how much a weight
 varies from token to token."""
-GRID_LOOK = """Computed from gradients: cells are filled where the row's layer reads the state at the column's depth with no
-other layer in between, at the token's own position (top) and at earlier ones (bottom). A ring marks the depth at which
-the layer stands; filled cells to its right are reads of depths above the reader. Shade: the share of this read in what
-moves the layer's output; its squares add up to 1 over both rows of cells."""
+GRID_LOOK = """Computed from gradients: a cell is filled where the row's layer reads the state at the column's depth
+with no other layer in between, at the token's own position (top) and at earlier ones (bottom). A ring marks the depth
+at which the layer stands; filled cells to its right are reads of depths above the reader. Shade: the share of this read
+in what moves the layer's output; its squares add up to 1 over both rows of cells."""
 
 
 def table_found(label, r):

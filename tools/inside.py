@@ -159,7 +159,7 @@ def direct_reads(model, idx):
         g = iter(g)
         g = [g0, *by_step(model, [[next(g) for _ in calls] for calls in leaves], T, 1)]
         for m in range(len(size)):
-            moved = (g[m].norm(dim=-1) * size[m]).cpu().double().square().mean(dim=0)                       # (T,)
+            moved = (g[m].norm(dim=-1) * size[m]).cpu().double().square().mean(dim=0)              # (T,)
             own[n, m], past[n, m] = moved[-1], moved[:-1].sum()
     total = (own + past).sum(dim=1, keepdim=True)
     return (own / total).sqrt(), (past / total).sqrt()

@@ -226,6 +226,18 @@ def load(paths, config):
     return list(zip(labels, runs)), windows
 
 
+def measured(runs, windows, device):
+    """{label: the run's facts and all that is drawn of it}"""
+    from train import checked
+    results = {}
+    with tqdm(total=len(runs) * len(windows), unit="window", dynamic_ncols=True, leave=False) as bar:
+        for label, run in runs:
+            bar.set_description(label)
+            facts = dict(run.facts, windows=len(windows), tokens=windows[0].size(1))
+            results[label] = facts | checked(probe, run.model.to(device), [x.to(device) for x in windows], bar)
+    return results
+
+
 def write(path, text):
     """All of it, or nothing but what stood there before."""
     path.with_name(path.name + ".tmp").write_text(text, encoding="utf-8", newline="\n")
@@ -261,18 +273,13 @@ def main(argv):
             raise configs.SettingError("--grid draws fresh models: leave the runs out, or leave --grid out")
         device = usable_device(config.device)
         if config.grid:
-            out, results = Path(config.out or ROOT / "docs" / "figures"), grid()
+            out, name, shown = ROOT / "docs" / "figures", "who_reads_whom.json", "who_reads_whom.png"
         else:
             runs, windows = load(paths, config)
-            out, results = Path(config.out or Path(runs[0][1].facts["path"]).parent / "probe"), {}
+            out, name, shown = Path(runs[0][1].facts["path"]).parent / "probe", "probe.json", "index.html"
+        out = Path(config.out or out)
         checked(lambda: out.mkdir(parents=True, exist_ok=True))
-        if not config.grid:
-            with tqdm(total=len(runs) * len(windows), unit="window", dynamic_ncols=True, leave=False) as bar:
-                for label, run in runs:
-                    facts = dict(run.facts, windows=len(windows), tokens=windows[0].size(1))
-                    bar.set_description(label)
-                    results[label] = facts | checked(probe, run.model.to(device), [x.to(device) for x in windows], bar)
-        name = "who_reads_whom.json" if config.grid else "probe.json"
+        results = grid() if config.grid else measured(runs, windows, device)
         write(out / name, json.dumps(results, indent=1) + "\n")
         if not config.grid:
             print(summary(results))
@@ -281,11 +288,10 @@ def main(argv):
         except ImportError:
             raise configs.SettingError(f"{out / name} has the numbers; for pictures: pip install matplotlib") from None
         if config.grid:
-            figures.draw_grids(out / "who_reads_whom.png", results)
-            print(f"wrote {out / 'who_reads_whom.png'}")
+            figures.draw_grids(out / shown, results)
         else:
-            write(out / "index.html", figures.page(out, results))
-            print(f"wrote {out / 'index.html'}")
+            write(out / shown, figures.page(out, results))
+        print(f"wrote {out / shown}")
     except configs.SettingError as error:
         sys.exit(f"probe: {error}")
 
