@@ -291,7 +291,7 @@ def draw_tables(path, tables):
         bar = figure.colorbar(image, ax=list(row), label=tables["unit"], shrink=0.9)
         if signed:
             at = [-most, -most / 8, 0, most / 8, most]
-            bar.set_ticks(at, labels=[f"{x:.2g}" if most < 10 else f"{x:.0f}" for x in at])
+            bar.set_ticks(at, labels=[f"{x:.2g}" if abs(x) < 10 else f"{x:.0f}" for x in at])
     figure.savefig(path)
     plt.close(figure)
 
