@@ -1,0 +1,303 @@
+"""
+What happens inside trained models, measured on held-out text: `python -m tools.probe runs/gpt-1 runs/mudd-1`.
+
+    python -m tools.probe                                     the newest run
+    python -m tools.probe runs/a runs/b/last.pt --windows=32  several, side by side, on the same windows
+    python -m tools.probe --grid                              who reads whom in the main models; needs no run
+
+Every question that the papers ask of a trained model is a function of a few tensors: the first part of this file. The
+tensors come from tools/inside.py; attention patterns are computed from the traced q and k, and must give what the
+model's own attention gave, or nothing is shown. Written are probe.json, with every number that is drawn, a picture for
+each question, and index.html (tools/figures.py).
+
+    h, states[m]     depth m of the stream          (B, T, D)      m = 0 the embedding, m = n + 1 what layer n puts out
+    A                an attention pattern           (B, H, T, S)   S slots: the tokens, after a dummy if there is one
+    v                the values that A moves        (B, Hkv, S, d)
+    first            the first slot                 token 1 of a window, or WhiteMatter's dummy (variant=paper)
+
+ResFormer: Zhou et al., arXiv 2410.17897; MUDD: Xiao et al., arXiv 2502.12170. Feedback models are read as they were
+trained to be, by the schedule of their configuration; what is traced is one more reading of the channels it leaves.
+"""
+import itertools
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import configs
+import data
+from mudd import MUDD
+from tools.inside import TABLES, attention, direct_reads, lambdas, look, own_value, seen_by, tables_of
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The questions, as functions
+
+
+def token_similarity(h):
+    """Over-smoothing (ResFormer): the mean of cos(h_i, h_j) over tokens i != j. h (B, T, D) -> scalar; 1: all alike."""
+    u, T = F.normalize(h, dim=-1), h.size(1)
+    cosines = u @ u.transpose(1, 2)                                      # (B, T, T)
+    return ((cosines.sum(dim=(1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(dim=1)) / (T * (T - 1))).mean()
+
+
+def adjacent_cosine(x, below):
+    """How little a layer changes what is read (MUDD): cos(x_t, below_t), mean over tokens. (..., B, T, D) -> (...)"""
+    return F.cosine_similarity(x, below, dim=-1).mean(dim=(-2, -1))
+
+
+def first_mass(A):
+    """Attention mass on the first slot: the mean of A[h, t, 1] over t >= 2. A (B, H, T, S) -> (H,)"""
+    return A[:, :, 1:, 0].mean(dim=(0, 2))
+
+
+def sink_rate(mass):
+    """Share of heads whose mass on the first slot is above .3, a convention. mass (..., H) -> (...)"""
+    return (mass > 0.3).double().mean(dim=-1)
+
+
+def first_norm(v):
+    """Value-state drain (ResFormer): |v_1| by the mean of |v_j|, j > 1, all heads as one. v (B, Hkv, S, d) -> scalar"""
+    norms = v.transpose(1, 2).flatten(2).norm(dim=-1)                    # (B, S)
+    return (norms[:, 0] / norms[:, 1:].mean(dim=1)).mean()
+
+
+def importance(A):
+    """a_j = sum_i of A_ij, mean over heads: what slot j is given by all tokens (ResFormer). (B, H, T, S) -> (B, S)"""
+    return A.mean(dim=1).sum(dim=1)
+
+
+def importance_entropy(A):
+    """-sum a' ln a' with a' = a / sum a: LOW means that few tokens get it all (ResFormer). (B, H, T, S) -> nats
+
+    Not to be held against ln S: early tokens are seen by more. Uniform causal attention has 5.818 at T = 512."""
+    a = importance(A)
+    return torch.special.entr(a / a.sum(dim=1, keepdim=True)).sum(dim=1).mean()
+
+
+def uniform(seen):
+    """The pattern that looks at all it may see alike, as a reference. seen (T, S) of bool -> (1, 1, T, S)"""
+    return (seen / seen.sum(dim=1, keepdim=True).clamp(min=1))[None, None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of it, on a few windows
+
+
+@torch.no_grad()
+def measure(model, idx):
+    """One window idx (1, T) -> {name: tensor}, and moments of the tables. ValueError where the trace does not fit."""
+    trace, states, given = look(model, idx)
+    rows = dict(mass=[], entropy=[], own=[], moved=[], error=[])
+    for n, attended in enumerate(given):
+        A, u = attention(model, n, trace)
+        error = (u - attended).abs().max() / attended.abs().max().clamp(min=1e-30)
+        if not error <= 1e-4:
+            raise ValueError(f"{type(model).__name__}: the attention computed from the trace of layer {n} is off the "
+                             f"model's own by {error:.1e} of its largest number: the trace is not what it attends to")
+        own = own_value(model, n, trace)
+        rows["mass"].append(first_mass(A))
+        rows["entropy"].append(importance_entropy(A))
+        rows["own"].append(A.new_tensor(torch.nan) if own is None else first_norm(own))
+        rows["moved"].append(first_norm(trace["v"][n]))
+        rows["error"].append(error)
+    x = torch.stack([trace["x"][n] for n in range(len(given))])          # (N, ways, B, T, D)
+    numbers = {name: torch.stack(values) for name, values in rows.items()}
+    return numbers | dict(similarity=torch.stack([token_similarity(h) for h in states]),
+                          adjacent=adjacent_cosine(x[1:], x[:-1])), tables_of(model, trace, states)
+
+
+def probe(model, windows, bar):
+    """Everything that is drawn of one model, as JSON holds it."""
+    numbers, tables = [], []
+    for idx in windows:
+        for kept, new in zip((numbers, tables), measure(model, idx)):
+            kept.append(new)
+        bar.update()
+    mean = {name: torch.stack([n[name].cpu().double() for n in numbers]).mean(dim=0) for name in numbers[0]}
+    N, T = len(mean["entropy"]), windows[0].size(1)
+    references = [uniform(seen_by(model, n, T)) for n in range(N)]
+    own, past = direct_reads(model, torch.cat(windows[:4])[:, :32])
+    ways = "qkvr" if mean["adjacent"].size(1) == 4 else "x"
+    trained = any(name in ("lam1", "lam2", "z") for name, _ in model.named_parameters())
+    result = dict(
+        similarity=mean["similarity"], adjacent=dict(zip(ways, mean["adjacent"].T)),
+        mass_by_head=mean["mass"], mass=mean["mass"].mean(dim=1), sink_rate=sink_rate(mean["mass"]),
+        mass_uniform=[first_mass(A).item() for A in references],
+        own_value=mean["own"], moved_value=mean["moved"],
+        entropy=mean["entropy"], entropy_uniform=[importance_entropy(A).item() for A in references],
+        lambdas=lambdas(model), lambdas_trained=trained, dummy=getattr(model, "first", 0) == 1,
+        reads=dict(own=own, past=past), error=max(n["error"].max().item() for n in numbers))
+    if tables[0]:
+        _, what, unit, rows, columns = next(row for cls, row in TABLES.items() if isinstance(model, cls))
+        panels = {}
+        for title in tables[0]:
+            first, square = torch.stack([t[title] for t in tables]).mean(dim=0)
+            sd = None if square.isnan().all() else (square - first.square()).clamp(min=0).sqrt()
+            if not first.isnan().all():
+                panels[title] = dict(mean=first, sd=sd)
+        result["tables"] = dict(what=what, unit=unit, rows=rows, columns=columns, head=isinstance(model, MUDD),
+                                panels=panels)
+    return as_lists(result)
+
+
+def as_lists(value):
+    """Tensors become lists and NaN becomes None, at any depth of dicts and lists."""
+    if isinstance(value, dict):
+        return {name: as_lists(item) for name, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return as_lists(value.tolist())
+    if isinstance(value, list):
+        return [as_lists(item) for item in value]
+    return None if value != value else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings, runs and files
+
+ROOT = Path(__file__).parents[1]
+MAIN_MODELS = ["gpt", "value_residual", "mudd", "depth_attention", "whitematter"]
+TINY = dict(vocab_size=64, block_size=8, n_layer=4, n_head=2, n_embd=32, d_ff=64)
+
+
+@dataclass
+class ProbeConfig:
+    data: str | None = None       # held-out text: plays, plays_gpt2, or a folder (default: that of the runs)
+    windows: int = 16             # so many windows of block_size tokens
+    out: str | None = None        # folder to write to (default: probe in the first run's; with --grid docs/figures)
+    device: str = "cpu"           # cpu, cuda, mps
+    grid: bool = False            # only who_reads_whom.png, of fresh main models
+
+    def __post_init__(self):
+        if self.windows < 1:
+            raise ValueError(f"--windows={self.windows}: give a whole number of at least 1")
+
+
+def grid():
+    """{name: reads} of the main models, small and fresh, every parameter moved off its start: no zero hides a path."""
+    from train import build
+    reads, generator = {}, torch.Generator().manual_seed(0)
+    for name in MAIN_MODELS:
+        model = build(name, **TINY).eval()
+        for p in model.parameters():
+            p.data += 0.05 * torch.randn(p.shape, generator=generator)
+        own, past = direct_reads(model, torch.randint(64, (8, 8), generator=generator))
+        reads[name] = dict(reads=dict(own=own, past=past))
+    return as_lists(reads)
+
+
+def load(paths, config):
+    """[(label, Checkpoint)], and the held-out windows [(1, T)] that all are to read. SettingError if they cannot."""
+    from train import checked, load_checkpoint, newest_run
+    runs = [load_checkpoint(Path(path)) for path in paths or [newest_run()]]
+    names = [run.facts["settings"].get("model", "gpt") for run in runs]
+    folders = [Path(run.facts["path"]).parent.name for run in runs]
+    for options in (names, folders, [run.facts["path"] for run in runs]):
+        labels = options
+        if len(set(labels)) == len(labels):
+            break
+    else:
+        raise configs.SettingError("the same checkpoint was named twice: name each once")
+    sizes, sets = ({pick(run) for run in runs} for pick in (lambda run: run.config.block_size,
+                                                            lambda run: run.facts["settings"].get("data", "plays")))
+    if len(sizes) > 1:
+        raise configs.SettingError(f"these runs have block_size {' and '.join(map(str, sorted(sizes)))}, so no window "
+                                   f"fits all of them: probe runs of one block_size together")
+    if config.data is None and len(sets) > 1:
+        raise configs.SettingError(f"these runs were trained on {' and '.join(sorted(sets))}: give one as --data")
+    T = sizes.pop()
+    if T < 2:
+        raise configs.SettingError("block_size=1: a token alone has nothing to read")
+    folder = checked(data.dataset, config.data or sets.pop())
+    tokenizer = data.tokenizer(checked(data.read_meta, folder)["tokenizer"])
+    for run in runs:
+        if tokenizer.n_vocab > run.config.vocab_size:
+            raise configs.SettingError(f"{run.facts['path']} knows {run.config.vocab_size} token ids, and {folder} has "
+                                       f"{tokenizer.n_vocab}: give --data of the run's own tokenizer")
+    tokens = checked(data.open_tokens, folder, "val", tokenizer.n_vocab)
+    cut = checked(lambda: list(itertools.islice(data.windows(tokens, T, tokenizer.eot_token, 1), config.windows)))
+    windows = [x for x, _ in cut if x.size(1) == T]                      # the last of a text may be shorter
+    if not windows:
+        raise configs.SettingError(f"{folder} has fewer than the {T} held-out tokens of a window: give another --data")
+    return list(zip(labels, runs)), windows
+
+
+def measured(runs, windows, device):
+    """{label: the run's facts and all that is drawn of it}"""
+    from train import checked
+    results = {}
+    with tqdm(total=len(runs) * len(windows), unit="window", dynamic_ncols=True, leave=False) as bar:
+        for label, run in runs:
+            bar.set_description(label)
+            facts = dict(run.facts, windows=len(windows), tokens=windows[0].size(1))
+            results[label] = facts | checked(probe, run.model.to(device), [x.to(device) for x in windows], bar)
+    return results
+
+
+def write(path, text):
+    """All of it, or nothing but what stood there before."""
+    path.with_name(path.name + ".tmp").write_text(text, encoding="utf-8", newline="\n")
+    os.replace(path.with_name(path.name + ".tmp"), path)
+
+
+def summary(results):
+    """A short table for the terminal."""
+    lines = [f"{'':20} similarity  mass on the   sink  value norm, first/others  entropy  uniform",
+             f"{'':20} at the top  first token   rate           own        moved     nats     nats"]
+
+    def mean(values):
+        values = [value for value in values if value is not None]
+        return f"{sum(values) / len(values):.3f}" if values else "none"
+    for label, r in results.items():
+        lines.append(f"{label[:20]:20} {r['similarity'][-1]:10.3f} {mean(r['mass']):>12}  {mean(r['sink_rate']):>5} "
+                     f"{mean(r['own_value']):>13} {mean(r['moved_value']):>12} {mean(r['entropy']):>8} "
+                     f"{mean(r['entropy_uniform']):>8}")
+    return "\n".join(lines)
+
+
+def main(argv):
+    from tools import figures
+    from train import checked, usable_device
+    try:
+        paths = [argument for argument in argv if not argument.startswith("-")]
+        settings = configs.read([argument for argument in argv if argument.startswith("-")])
+        if settings.pop("help", False):
+            print(__doc__ + configs.help_text(ProbeConfig))
+            return
+        config, = configs.build(settings, ProbeConfig)
+        if config.grid and paths:
+            raise configs.SettingError("--grid draws fresh models: leave the runs out, or leave --grid out")
+        device = usable_device(config.device)
+        if config.grid:
+            out, name, shown = ROOT / "docs" / "figures", "who_reads_whom.json", "who_reads_whom.png"
+        else:
+            runs, windows = load(paths, config)
+            out, name, shown = Path(runs[0][1].facts["path"]).parent / "probe", "probe.json", "index.html"
+        out = Path(config.out or out)
+        checked(lambda: out.mkdir(parents=True, exist_ok=True))
+        results = grid() if config.grid else measured(runs, windows, device)
+        write(out / name, json.dumps(results, indent=1) + "\n")
+        if not config.grid:
+            print(summary(results))
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise configs.SettingError(f"{out / name} has the numbers; for pictures: pip install matplotlib") from None
+        if config.grid:
+            figures.draw_grids(out / shown, results)
+        else:
+            write(out / shown, figures.page(out, results))
+        print(f"wrote {out / shown}")
+    except configs.SettingError as error:
+        sys.exit(f"probe: {error}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
