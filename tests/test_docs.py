@@ -1,5 +1,7 @@
-"""The pages of docs/: each edit of break_it.md breaks the test that it names and no other, figures are computed, names exist."""
+"""The pages of docs/: each edit breaks the test that it names, figures are computed, names exist, commands are taken."""
 import ast
+import dataclasses
+import functools
 import math
 import os
 import re
@@ -22,13 +24,15 @@ import cyclic
 import model as baseline
 import mudd
 import train
+import whitematter as wm
 from depth_attention import DepthAttentionConfig, sources
 from model import attend
 from tests import test_value_residual
 from tools import prove, schedules
 
 ROOT = Path(train.__file__).parent
-SOURCES = ("*.py", "pyproject.toml", "baselines/*.py", "configs/*", "data/*.py", "data/openwebtext/*.py", "tests/*.py", "tools/*.py")
+SOURCES = ("*.py", "pyproject.toml", "baselines/*.py", "configs/*", "data/*.py", "data/openwebtext/*.py", "tests/*.py",
+           "tools/*.py")
 TINY = dict(vocab_size=70, block_size=16, n_layer=4, n_head=2, n_embd=16)
 IDS = torch.randint(70, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -62,9 +66,10 @@ def copy_of_the_sources(folder):
 
 
 def outcomes(folder, *arguments):
-    """pytest run in a folder of its own process -> (exit code, {test: None if it passed, else the message of what failed})."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=outcome.xml", *arguments],
-                          cwd=folder, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True)
+    """pytest in a process of its own -> (exit code, {test: None if it passed, else what its failure said})."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=outcome.xml", *arguments]
+    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True,
+                          text=True)
     assert (folder / "outcome.xml").exists(), done.stdout + done.stderr
     found = {}
     for case in ElementTree.parse(folder / "outcome.xml").iter("testcase"):
@@ -133,9 +138,11 @@ def test_every_exercise_has_its_answer():
 def test_answer_1_the_cache():
     def slots(name, **settings):
         config_class, model_class = train.MODELS[name]
-        return sum(model_class.cache_slots(config_class(n_layer=12, n_embd=768, n_head=12, n_kv_head=4, head_dim=64, **settings)))
-    sizes = [slots(name, **settings) * 4 * 64 * 2 for name, settings in (
-        ("gpt", {}), ("whitematter", dict(k=4)), ("lckv", dict(w=2)), ("value_residual", dict(variant="svformer")), ("feedback", {}))]
+        config = config_class(n_layer=12, n_embd=768, n_head=12, n_kv_head=4, head_dim=64, **settings)
+        return sum(model_class.cache_slots(config))
+    arms = (("gpt", {}), ("whitematter", dict(k=4)), ("lckv", dict(w=2)), ("value_residual", dict(variant="svformer")),
+            ("feedback", {}))
+    sizes = [slots(name, **settings) * 4 * 64 * 2 for name, settings in arms]
     assert bold(1) == [f"{size:,}" for size in sizes] + [f"{size * 2048 / 2 ** 20:g}" for size in sizes[:2]]
 
 
@@ -148,8 +155,8 @@ def test_answer_2_what_mudd_adds():
     assert bold(2) == [f"{n:,}" for n in (*blocks, added - sum(blocks), added,
                                           parameters("mudd", **size, dynamic=False, multiway=False) - plain)]
     for n, block in enumerate(model.generators):
-        row = [int(cell) for cell in re.search(rf"^\| {n} \|(.*?)\| \*\*", ANSWERS[2], re.MULTILINE).group(1).split("|")]
-        assert row == list(mudd.sizes(model.config, n))
+        row = re.search(rf"^\| {n} \|(.*?)\| \*\*", ANSWERS[2], re.MULTILINE).group(1)
+        assert tuple(map(int, row.split("|"))) == mudd.sizes(model.config, n)
 
 
 def test_answer_3_who_starts_where_the_baseline_starts():
@@ -185,7 +192,7 @@ def test_answer_5_sources():
 
 
 def steps(schedule, g, passes):
-    """[(tokens, pass that made each slot before the step, pass of the step, all final)] of a schedule with 12 tokens."""
+    """Of a schedule with 12 tokens: [(tokens, the pass that made each slot before this step, pass, all final)]"""
     marks = schedules.Marks(SimpleNamespace(schedule=schedule, groups=g, passes=passes, grad_passes=1))
     with torch.no_grad():
         cyclic.run(marks, torch.zeros(1, 12, 2))
@@ -206,8 +213,9 @@ def test_answer_6_passes_until_exact():
 
 def test_answer_7_the_freshest_cell():
     def stale(schedule, g):
-        """Tokens whose left neighbour is of an earlier pass than the second, in which they are computed."""
-        return sorted(i for tokens, made, p, _ in steps(schedule, g, 2) if p == 2 for i in tokens if i and made[i - 1] < 2)
+        """The tokens that read a left neighbour of the first pass in the second."""
+        second = [(tokens, made) for tokens, made, p, _ in steps(schedule, g, 2) if p == 2]
+        return sorted(i for tokens, made in second for i in tokens if i and made[i - 1] < 2)
     tokens, made = next((tokens, made) for tokens, made, p, _ in steps("cyclic", 4, 2) if p == 2 and 10 in tokens)
     assert tokens == [2, 6, 10]
     assert bold(7) == [", ".join(f"{n:.0f}" for n in made[6:10]), ", ".join(map(str, stale("cyclic", 4))),
@@ -215,26 +223,31 @@ def test_answer_7_the_freshest_cell():
 
 
 def test_answer_8_equal_cost():
-    def cost(name, layers):
+    plain, whitematter = (train.read_settings(configs.load_preset("laptop") | dict(model=name, vocab_size=257))[1]
+                          for name in ("gpt", "whitematter"))
+
+    def cost(module, config):
         """FLOPs of training with head, and of decoding without."""
-        _, config, model_class = train.read_settings(configs.load_preset("laptop") | dict(model=name, n_layer=layers, vocab_size=257))
-        flops = sys.modules[model_class.__module__].flops_per_token(config, config.block_size)
+        flops = module.flops_per_token(config, config.block_size)
         return flops["train"] + 3 * flops["head"], flops["decode"]
-    (train4, decode4), (ours, ours_decode) = cost("gpt", 4), cost("whitematter", 4)
-    below = max(layers for layers in range(1, 40) if cost("gpt", layers)[0] <= ours)
-    same = min(range(1, 40), key=lambda layers: abs(cost("gpt", layers)[1] - ours_decode))
-    assert bold(8) == [f"{ours / train4:.3f}", str(below), f"{cost('gpt', below)[0] / train4:.3f}", str(below + 1),
-                       f"{cost('gpt', below + 1)[0] / train4:.3f}", f"{ours_decode / decode4:.3f}", str(same)]
+    by_layers = {n: cost(baseline, dataclasses.replace(plain, n_layer=n)) for n in range(1, 40)}
+    (train4, decode4), (ours, ours_decode) = by_layers[4], cost(wm, whitematter)
+    below = max(n for n, (train_, _) in by_layers.items() if train_ <= ours)
+    same = min(by_layers, key=lambda n: abs(by_layers[n][1] - ours_decode))
+    assert bold(8) == [f"{ours / train4:.3f}", str(below), f"{by_layers[below][0] / train4:.3f}", str(below + 1),
+                       f"{by_layers[below + 1][0] / train4:.3f}", f"{ours_decode / decode4:.3f}", str(same)]
 
 
 def test_answer_9_the_interval():
-    numbers = [float(n) for n in re.findall(r"\d\.\d{4}", page("exercises.md").partition("**9.")[2].partition("**10.")[0])]
+    exercise = page("exercises.md").partition("**9.")[2].partition("**10.")[0]
+    numbers = [float(n) for n in re.findall(r"\d\.\d{4}", exercise)]
     differences = [b - a for a, b in zip(numbers[:3], numbers[3:])]
     mean, sd = statistics.mean(differences), statistics.stdev(differences)
     half = {n: t * sd / n ** 0.5 for n, t in ((3, 4.303), (8, 2.365), (9, 2.306), (10, 2.262))}
     enough = min(n for n in half if half[n] < abs(mean))
     assert bold(9) == [f"{mean:.4f}", f"{sd:.4f}", f"{mean - half[3]:.4f}", f"{mean + half[3]:+.4f}", str(enough)]
-    assert all(f"{d:+.4f}" in ANSWERS[9] for d in differences) and f"{half[8]:.4f} with 8 pairs and {half[9]:.4f} with 9" in ANSWERS[9]
+    assert all(f"{d:+.4f}" in ANSWERS[9] for d in differences)
+    assert f"{half[8]:.4f} with 8 pairs and {half[9]:.4f} with 9" in ANSWERS[9]
 
 
 @pytest.mark.parametrize("lam1", [0.5, 0.2])
@@ -282,8 +295,9 @@ def test_answer_12_by_hand_and_at_its_start():
         == 4 * 16 * sum(range(2, 10))
 
     def distance(eps):
-        size = dict(n_layer=4, n_embd=128, n_head=4, init_std=0.09, norm_eps=eps)
-        return (answer.AttentionResiduals(answer.AttentionResidualsConfig(**size)).eval()(IDS) - train.build("gpt", **size)(IDS)).abs().max()
+        size = dict(n_layer=4, n_embd=128, n_head=4, norm_eps=eps)
+        ours = answer.AttentionResiduals(answer.AttentionResidualsConfig(**size))
+        return (ours(IDS) - train.build("gpt", **size)(IDS)).abs().max()
     below, above = (float(n) for n in bold(12))
     assert distance(1e-12) < below < above < distance(1e-6)
 
@@ -293,20 +307,21 @@ def test_answer_12_keeps_the_contract(tmp_path):
     copy_of_the_sources(tmp_path)
     code, _ = mechanism(ANSWERS[12])
     (tmp_path / "attention_residuals.py").write_text(code, encoding="utf-8")
-    for file, line, added in (
+    for file, first, added in (
             ("train.py", "MODELS = {", '    "attention_residuals": (AttentionResidualsConfig, AttentionResiduals),'),
-            ("train.py", "import kernels", "from attention_residuals import AttentionResiduals, AttentionResidualsConfig"),
+            ("train.py", "import data\n", "from attention_residuals import AttentionResiduals, AttentionResidualsConfig"),
             ("tests/test_contract.py", "ARMS = {", '    "attention_residuals": ("attention_residuals", {}),')):
-        path = tmp_path / file
-        path.write_text(re.sub(rf"^({re.escape(line)}.*)$", rf"\1\n{added}", path.read_text(encoding="utf-8"), count=1, flags=re.MULTILINE),
-                        encoding="utf-8")
+        lines = (tmp_path / file).read_text(encoding="utf-8").splitlines(keepends=True)
+        at = next(i for i, line in enumerate(lines, 1) if line.startswith(first))
+        (tmp_path / file).write_text("".join([*lines[:at], added + "\n", *lines[at:]]), encoding="utf-8")
     code, found = outcomes(tmp_path, "tests/test_contract.py", "-k", "attention_residuals or has_an_arm")
     assert code == 0 and len(found) >= 12 and set(found.values()) == {None}
 
 
-# ------------------------------------------------------------------------------------------- glossary, teacher, commands
+# ------------------------------------------------------------------------------------------ glossary, teacher, commands
 
 
+@functools.cache
 def names_in(file):
     """(every name that the code of a file uses or defines, {class: the names inside it})"""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
@@ -365,11 +380,12 @@ def test_commands_in_the_pages_are_ones_that_the_programs_take(name, capsys, mon
             assert "logits at the start" in capsys.readouterr().out
         else:
             assert words[:2] in (["-m", "pytest"], ["-m", "pip"]), command
-            assert all((ROOT / word.partition("::")[0]).is_file() for word in words if word.startswith("tests/") or word.endswith(".txt"))
+            files = [word.partition("::")[0] for word in words if word.startswith("tests/") or word.endswith(".txt")]
+            assert all((ROOT / file).is_file() for file in files)
 
 
 def test_messages_in_the_teachers_page_are_the_programs():
-    code = re.sub(r"\"\s+f?\"", "", "".join((ROOT / file).read_text(encoding="utf-8") for file in ("train.py", "configs/__init__.py")))
+    code = re.sub(r"\"\s+f?\"", "", (ROOT / "train.py").read_text(encoding="utf-8"))
     for said in ("exists: add --resume to go on with it", "out of memory", "torch.compile does not work here"):
         assert f"| `{said}` |" in page("teacher.md") and said in code
     with pytest.raises(SystemExit, match="--nlayer is no setting here: did you mean --n_layer?"):
@@ -378,5 +394,6 @@ def test_messages_in_the_teachers_page_are_the_programs():
 
 def test_links_between_the_pages_lead_somewhere():
     for path in (ROOT / "docs").glob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+        prose = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#:]+)\)", prose):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
