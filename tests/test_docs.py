@@ -1,4 +1,4 @@
-"""The pages of docs/: each edit breaks the test that it names, figures are computed, names exist, commands are taken."""
+"""The pages of docs/: each edit breaks the test that it names, figures are computed, names exist, commands parse."""
 import ast
 import dataclasses
 import functools
@@ -309,7 +309,8 @@ def test_answer_12_keeps_the_contract(tmp_path):
     (tmp_path / "attention_residuals.py").write_text(code, encoding="utf-8")
     for file, first, added in (
             ("train.py", "MODELS = {", '    "attention_residuals": (AttentionResidualsConfig, AttentionResiduals),'),
-            ("train.py", "import data\n", "from attention_residuals import AttentionResiduals, AttentionResidualsConfig"),
+            ("train.py", "import data\n",
+             "from attention_residuals import AttentionResiduals, AttentionResidualsConfig"),
             ("tests/test_contract.py", "ARMS = {", '    "attention_residuals": ("attention_residuals", {}),')):
         lines = (tmp_path / file).read_text(encoding="utf-8").splitlines(keepends=True)
         at = next(i for i, line in enumerate(lines, 1) if line.startswith(first))
