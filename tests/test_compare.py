@@ -283,12 +283,12 @@ def test_without_matplotlib_the_results_are_there(tiny, capsys, monkeypatch):
     assert result("gpt-mudd.json")["runs"] and not Path("runs/compare/gpt-mudd.png").exists()
 
 
-def test_quick_is_two_arms_one_seed_of_the_laptop_run(tiny, tiny_data, trained, capsys):
+def test_quick_is_two_arms_one_seed_of_a_shorter_run(tiny, tiny_data, trained, capsys):
     config, chosen, _, _ = compare.plan(["--quick", f"--data={tiny_data}"])
     assert [arm.label for arm in chosen] == ["gpt", "value_residual"] and config.seeds == 1
-    laptop = configs.load_preset("laptop")
-    assert chosen[0].config.n_embd == laptop["n_embd"]
-    assert chosen[0].steps == compare.QUICK["max_iters"] < laptop["max_iters"]
+    whole = configs.load_preset("compare")
+    assert chosen[0].config.n_layer == whole["n_layer"]
+    assert chosen[0].steps == compare.QUICK["max_iters"] < whole["max_iters"]
     compare.main(["--quick", "--models=gpt,mudd,lime", *tiny])
     assert len(trained) == 2 and "One seed shows nothing by itself" in capsys.readouterr().out
 

@@ -47,7 +47,7 @@ from configs import SettingError
 from tools import arms, verdict
 
 RUNS = Path("runs", "compare")
-QUICK = dict(max_iters=1000, eval_interval=250)              # of laptop.toml
+QUICK = dict(max_iters=700, eval_interval=350)               # over compare.toml
 
 
 @dataclass
@@ -62,7 +62,7 @@ class CompareConfig:
     sweep_values: tuple[float, ...] = ()     # the values to try (default: half, once and twice the preset's)
     given: str = ""                          # a result, of any machine: its runs of these arms and seeds are not trained again
     out: str = ""                            # file of the results (default: runs/compare/<name>.json), figure beside it
-    quick: bool = False                      # the first two arms only, one seed, a short laptop run
+    quick: bool = False                      # the first two arms only, one seed, fewer steps
 
     def __post_init__(self):
         for name, words in (("study", ("", *arms.STUDIES)), ("match", ("", "params", "flops")),
@@ -83,7 +83,7 @@ def plan(argv):
     settings = configs.read(argv)
     if all(argument.startswith("-") for argument in argv):
         quick = configs.convert("quick", settings.get("quick", False), bool)
-        settings = (configs.load_preset("laptop") | QUICK if quick else configs.load_preset("compare")) | settings
+        settings = configs.load_preset("compare") | (QUICK if quick else {}) | settings
     own = arms.names_of(CompareConfig)
     config, = configs.build({name: value for name, value in settings.items() if name in own}, CompareConfig)
     shared = {name: value for name, value in settings.items() if name not in own}
