@@ -160,4 +160,4 @@ def flops_per_token(config, T):
 
 if __name__ == "__main__":
     from tools.prove import main
-    main("depth_attention")
+    main("depth_attention", "looped")                                    # --model=looped for the second

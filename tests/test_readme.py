@@ -1,4 +1,5 @@
 """The README: every command in it parses, those that can run here are run at reduced size, and what it shows is true."""
+import json
 import re
 import shlex
 import sys
@@ -9,7 +10,7 @@ import pytest
 import configs
 import train
 from data.openwebtext import prepare
-from tools import prove, sample, schedules, table4
+from tools import bench, compare, prove, sample, schedules, table4, verdict
 from value_residual import ValueResidual
 
 ROOT = Path(train.__file__).parent
@@ -65,6 +66,11 @@ def test_what_can_run_runs_in_the_readmes_order(tiny_data, tmp_path, monkeypatch
             sample.main([*arguments, "--max_new_tokens=5"])
         elif program == "-m tools.table4":
             table4.main()
+        elif program == "-m tools.compare":
+            _, chosen, _, _ = compare.plan([*arguments, f"--data={tiny_data}"])
+            print(f"{len(chosen)} arms" * any(arm.base for arm in chosen))
+        elif program == "-m tools.bench":
+            print(bench.read(arguments))
         elif program == "data/openwebtext/prepare.py":
             prepare.main(arguments)
         elif program == "cyclic.py":
@@ -106,6 +112,19 @@ def test_table_4_in_the_readme_is_what_the_tool_computes():
     for row, (name, settings, paper) in table4.ROWS.items():
         numbers = re.search(rf"^\| {re.escape(row)} \|(.*)\|$", README, re.MULTILINE).group(1)
         assert tuple(float(number) for number in numbers.split("|")) == paper
+
+
+def test_the_comparison_in_the_readme_is_the_shipped_one():
+    report = json.loads((ROOT / "docs" / "compare.json").read_text(encoding="utf-8"))
+    assert report["differences"] == json.loads(json.dumps(verdict.compare_runs(report)))
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in verdict.table(report).splitlines()]
+    left_out = {"bits per byte", "seconds per step"}
+    for row in (head, *rows):
+        cells = [cell for cell, title in zip(row, head) if title not in left_out]
+        assert f"| {' | '.join(cells)} |" in README
+    for row in report["differences"]:
+        first_table = next(line for line in README.splitlines() if line.startswith(f"| [{row['arm']}.py]"))
+        assert f"{row['mean']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f}): {row['verdict']}" in first_table
 
 
 def test_every_linked_file_is_there():

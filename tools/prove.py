@@ -67,12 +67,16 @@ def claims(config_class, model_class, settings):
                                          f"{', '.join(map(str, lengths))}")]
 
 
-def main(name):
-    """The command line of a mechanism file; `name` as in train.MODELS."""
+def main(*names):
+    """The command line of a mechanism file; `names` as in train.MODELS, of which --model picks one."""
     from train import MODELS
-    config_class, model_class = MODELS[name]
+    name = names[0]
     try:
         settings = configs.read(sys.argv[1:])
+        name = settings.pop("model", names[0])
+        if name not in names:
+            raise configs.SettingError(f"--model={name}: this file has {' and '.join(names)}")
+        config_class, model_class = MODELS[name]
         if settings.pop("help", False):
             print("--diff: this file's layer loop against the baseline's. Without it, what the header claims, computed for\n"
                   "a small model; any of these settings changes it:\n" + configs.help_text(config_class))
@@ -83,7 +87,7 @@ def main(name):
             return
         rows = claims(config_class, model_class, settings)
     except configs.SettingError as error:
-        sys.exit(f"{name}: {error}")
+        sys.exit(f"{names[0]}: {error}")
     print(f"{name}, {' '.join(f'{key}={value}' for key, value in (SIZE | settings).items())}")
     for claim, value in rows:
         print(f"  {claim:<20} {value}")
