@@ -261,7 +261,11 @@ class Run:
     # ------------------------------------------------------------------------------------------ validation, checkpoints
 
     def evaluate_and_save(self):
-        self.val_loss, self.bits = evaluate(self.model, self.val_tokens, self.tokenizer, self.config.batch_size)
+        try:
+            self.val_loss, self.bits = evaluate(self.model, self.val_tokens, self.tokenizer, self.config.batch_size)
+        except BaseException:                        # whatever it is, out of memory say: the steps since the last save are kept
+            self.save("last.pt")
+            raise
         better = self.val_loss < self.best
         self.best = min(self.best, self.val_loss)
         self.write_log(step=self.step, val_loss=self.val_loss, bits_per_byte=self.bits)
@@ -293,8 +297,15 @@ class Run:
             raise SettingError(f"--{changed[0]} cannot change when a run is resumed: leave it out, or start a new run")
         if state["step"] >= self.config.max_iters:
             raise SettingError(f"the run has already made {state['step']} steps: give a larger --max_iters to go on")
+        before, = configs.build({k: v for k, v in state["settings"].items() if k in vars(self.config)}, TrainConfig)
+        rows = [c.batch_size * c.gradient_accumulation_steps for c in (before, self.config)]
+        if rows[0] != rows[1] and self.rank == 0:
+            print(f"a step has {rows[1]} sequences and had {rows[0]}: from here on the run sees other batches than it would have")
         load_weights(self.model, state, Path(self.config.out_dir) / "last.pt")
+        asked = [{name: group[name] for name in ("weight_decay", "betas")} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, settings in zip(self.optimizer.param_groups, asked):      # as asked now, not as they were
+            group |= settings
         if state["scaler"]:                          # empty where the run had no scaler until now: not float16
             self.scaler.load_state_dict(state["scaler"])
         self.step, self.best, self.val_loss, self.skipped = (state[k] for k in ("step", "best", "val_loss", "skipped"))

@@ -124,6 +124,27 @@ def test_resume_takes_the_newest_run_and_the_settings_of_its_checkpoint(run):
     assert torch.load("runs/gpt-1/last.pt", weights_only=True)["step"] == 3
 
 
+def test_a_resumed_run_takes_the_optimizers_settings_as_they_are_asked_for_now(run, capsys):
+    run("--max_iters=2")
+    train.main(["--resume", "--max_iters=3", "--weight_decay=0.5", "--beta2=0.9", "--batch_size=5"])
+    groups = torch.load("runs/gpt-1/last.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0] and all(group["betas"][1] == 0.9 for group in groups)
+    assert "a step has 5 sequences and had 3" in capsys.readouterr().out
+
+
+def test_a_failing_validation_loses_no_step(run, monkeypatch):
+    def out_of_memory(*args, **how):
+        raise MemoryError
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", out_of_memory)
+        with pytest.raises(SystemExit, match="out of memory"):
+            run("--max_iters=4", "--eval_interval=3", "--out_dir=parts")
+    assert torch.load("parts/last.pt", weights_only=True)["step"] == 3
+    train.main(["--resume", "--out_dir=parts"])
+    run("--max_iters=4", "--eval_interval=3", "--out_dir=whole")
+    equal_state("whole/last.pt", "parts/last.pt")
+
+
 def test_dropout_changes_the_run_and_the_seed_does(run):
     for name, flags in {"a": [], "b": ["--dropout=0.2"], "c": ["--seed=2"]}.items():
         run(f"--out_dir={name}", "--max_iters=2", *flags)
