@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import train
+from model import GPT, GPTConfig
 from tests.test_contract import ARMS, ids, make
 from tools import figures, inside, probe
 
@@ -118,6 +119,16 @@ def test_a_trace_that_does_not_hold_what_is_attended_is_one_clear_error(name, mo
     monkeypatch.setattr(probe, "attention", lambda model, n, trace: plain(model, n, trace | dict(q=trace["k"])))
     with pytest.raises(ValueError, match="the trace is not what it attends to"):
         probe.measure(model, ids(1, 20))
+
+
+def test_a_model_that_does_without_finish_is_one_clear_error():
+    class Flat(GPT):
+        def layers(self, x, rope, cache=None):
+            return x
+    model = Flat(GPTConfig(n_layer=1, n_embd=16, n_head=2))
+    with pytest.raises(ValueError, match="Flat has blocks whose `finish` is never called"):
+        probe.measure(model, ids(1, 20))
+    assert model.trace is None and "finish" not in vars(model.blocks[0])
 
 
 def test_a_layers_own_value_is_told_from_the_mixed_one():
@@ -260,10 +271,10 @@ def test_a_sink_is_found_and_none_is_said_to_leave_the_claim_untested():
     some = dict(mass=[0.02, 0.4], sink_rate=[0, 0.5], mass_by_head=[[0.01, 0.03], [0.02, 0.78]]) | facts
     assert figures.sink_found("x", some | dict(dummy=True)) == \
         "x: 25% of all heads are sinks, most of them in layer 1 (50%); mass on the dummy 0.21."
-    T4 = probe.first_mass(probe.uniform(CAUSAL[:4, :4])).item()          # (1/2 + 1/3 + 1/4) / 3: all heads would be sinks
+    T4 = probe.first_mass(probe.uniform(CAUSAL[:4, :4])).item()          # (1/2 + 1/3 + 1/4) / 3: all would be sinks
     assert figures.sink_found("x", some | dict(mass_uniform=[0.1, T4])) == \
-        "x: cannot be told in windows this short, where looking at all that is seen alike puts 0.36 on the first token; " \
-        "mass on it 0.21."
+        "x: cannot be told in windows this short, where looking at all that is seen alike puts 0.36 on the first " \
+        "token; mass on it 0.21."
 
 
 def test_the_pattern_of_reads_in_words():

@@ -103,8 +103,8 @@ def sink_found(label, r):
     mass, rate, token = mean(r["mass"]), mean(r["sink_rate"]), "dummy" if r["dummy"] else "first token"
     alike = max(r["mass_uniform"])
     if alike > 0.3:
-        return (f"{label}: cannot be told in windows this short, where looking at all that is seen alike puts {alike:.2f} "
-                f"on the {token}; mass on it {mass:.2f}.")
+        return (f"{label}: cannot be told in windows this short, where looking at all that is seen alike puts "
+                f"{alike:.2f} on the {token}; mass on it {mass:.2f}.")
     if rate == 0:
         most, at = largest([max(heads) for heads in r["mass_by_head"]])
         plain = r["settings"].get("model", "gpt") == "gpt"
@@ -144,8 +144,8 @@ def entropy_found(label, r):
 
 
 def lambdas(results):
-    return [Panel(title, "layer", "weight", (None, None), 0,
-                  [(label, r["lambdas"][name], i, 0) for i, (label, r) in enumerate(results.items()) if lambdas_found(label, r)])
+    runs = [(label, r["lambdas"], i) for i, (label, r) in enumerate(results.items()) if lambdas_found(label, r)]
+    return [Panel(title, "layer", "weight", (None, None), 0, [(label, lam[name], i, 0) for label, lam, i in runs])
             for name, title in (("lam1", "of what is handed up"), ("lam2", "of the layer's own"))]
 
 
@@ -184,7 +184,7 @@ QUESTIONS = [
              "says where what is handed up is wanted.", lambdas, lambdas_found),
 ]
 
-TABLE_LOOK = """Rows read, columns are read; where nothing can be read it is grey. Look for columns that stay strong far
+TABLE_LOOK = """Rows read, columns are read; where there is no weight it is grey. Look for columns that stay strong far
 from the diagonal: a depth that many layers go back to. The standard deviation, if there is one, says how much a weight
 varies from token to token."""
 GRID_LOOK = """Computed from gradients: a cell is filled where the row's layer reads the state at the column's depth
@@ -397,8 +397,8 @@ PAGE = """<!DOCTYPE html>
 img {{ max-width: 100% }} h2 {{ margin-top: 2em }}</style></head>
 <body><h1>Inside the models</h1>
 <p>Made by <code>python -m tools.probe</code>; every number that is drawn stands in <a href="probe.json">probe.json</a>.
-One run of each model shows what these weights do, not what the mechanism does: seeds differ. A looped model's layers are
-counted as often as they run.</p>
+One run of each model shows what these weights do, not what the mechanism does: seeds differ. A looped model's layers
+are counted as often as they run.</p>
 <ul>{runs}</ul>
 {sections}
 </body></html>

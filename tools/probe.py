@@ -269,8 +269,8 @@ def main(argv):
             return
         config, = configs.build(settings, ProbeConfig)
         if config.grid and (paths or {"data", "windows"} & settings.keys()):
-            raise configs.SettingError("--grid draws fresh models and reads no text: leave the runs, --data and --windows "
-                                       "out, or leave --grid out")
+            raise configs.SettingError("--grid draws fresh models and reads no text: leave the runs, --data and "
+                                       "--windows out, or leave --grid out")
         device = usable_device(config.device)
         if config.grid:
             out, name, shown = ROOT / "docs" / "figures", "who_reads_whom.json", "who_reads_whom.png"
