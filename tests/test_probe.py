@@ -330,7 +330,7 @@ def runs(tiny_data, tmp_path_factory):
     return folder
 
 
-def test_one_command_makes_numbers_pictures_and_a_page(runs, tmp_path, capsys):
+def test_one_command_makes_numbers_pictures_and_a_page(runs, tiny_data, tmp_path, capsys):
     probe.main([str(runs / "gpt"), str(runs / "mudd" / "last.pt"), str(runs / "value_residual"), "--windows=3",
                 f"--out={tmp_path / 'o'}"])
     out = capsys.readouterr().out
@@ -343,7 +343,8 @@ def test_one_command_makes_numbers_pictures_and_a_page(runs, tmp_path, capsys):
     assert all(f'<img src="{name}"' in page and (tmp_path / "o" / name).stat().st_size > 5000 for name in pictures)
     assert ("the baseline has no sink here" in page) == (max(results["gpt"]["sink_rate"]) == 0)
     assert "No answer from gpt, mudd: no such quantity" in page           # they have no lambdas
-    assert page.count("Look for.") == len(pictures)
+    assert page.count("Look for.") == len(pictures) and results["gpt"]["text"] == str(tiny_data)
+    assert f"3 windows of 24 held-out tokens of {tiny_data}. Attention" in page
 
     model = train.load_checkpoint(runs / "mudd" / "last.pt").model
     tokens = train.data.open_tokens(train.load_checkpoint(runs / "mudd").facts["settings"]["data"], "val", 257)

@@ -380,8 +380,8 @@ def page(out, results):
 def run_line(label, r):
     loss = "not measured" if r["val_loss"] is None else f"{r['val_loss']:.4f} nats per token"
     return (f"<li>{html.escape(label)}: {html.escape(r['path'])}, step {r['step']}, validation loss {loss}; "
-            f"{r['windows']} windows of {r['tokens']} held-out tokens. Attention computed from the trace is the "
-            f"model's own to {r['error']:.0e}.</li>")
+            f"{r['windows']} windows of {r['tokens']} held-out tokens of {html.escape(r['text'])}. "
+            f"Attention computed from the trace is the model's own to {r['error']:.0e}.</li>")
 
 
 def section(title, picture, look, found):

@@ -192,7 +192,8 @@ def grid():
 
 
 def load(paths, config):
-    """[(label, Checkpoint)], and the held-out windows [(1, T)] that all are to read. SettingError if they cannot."""
+    """[(label, Checkpoint)], the held-out windows [(1, T)] that all are to read, and what text they are from.
+    SettingError if they cannot."""
     if len(paths) > len(figures.COLOURS):
         raise configs.SettingError(f"{len(paths)} runs are more than there are colours: give at most "
                                    f"{len(figures.COLOURS)}")
@@ -213,7 +214,8 @@ def load(paths, config):
     T = sizes.pop()
     if T < 2:
         raise configs.SettingError("block_size=1: a token alone has nothing to read")
-    folder = checked(data.dataset, config.data or sets.pop())
+    text = config.data or sets.pop()
+    folder = checked(data.dataset, text)
     tokenizer = data.tokenizer(checked(data.read_meta, folder)["tokenizer"])
     for run in runs:
         given = "vocab_size" in run.facts["settings"]                    # else it is that of the tokenizer, exactly
@@ -225,16 +227,16 @@ def load(paths, config):
     windows = [x for x, _ in cut if x.size(1) == T]                      # the last of a text may be shorter
     if not windows:
         raise configs.SettingError(f"{folder} has fewer than the {T} held-out tokens of a window: give another --data")
-    return list(zip(labels, runs)), windows
+    return list(zip(labels, runs)), windows, text
 
 
-def measured(runs, windows, device):
+def measured(runs, windows, text, device):
     """{label: the run's facts and all that is drawn of it}"""
     results = {}
     with tqdm(total=len(runs) * len(windows), unit="window", dynamic_ncols=True, leave=False) as bar:
         for label, run in runs:
             bar.set_description(label)
-            facts = dict(run.facts, windows=len(windows), tokens=windows[0].size(1))
+            facts = dict(run.facts, windows=len(windows), tokens=windows[0].size(1), text=text)
             results[label] = facts | checked(probe, run.model.to(device), [x.to(device) for x in windows], bar)
     return results
 
@@ -275,11 +277,11 @@ def main(argv):
         if config.grid:
             out, name, shown = ROOT / "docs" / "figures", "who_reads_whom.json", "who_reads_whom.png"
         else:
-            runs, windows = load(paths, config)
+            runs, windows, text = load(paths, config)
             out, name, shown = Path(runs[0][1].facts["path"]).parent / "probe", "probe.json", "index.html"
         out = Path(config.out or out)
         checked(lambda: out.mkdir(parents=True, exist_ok=True))
-        results = grid() if config.grid else measured(runs, windows, device)
+        results = grid() if config.grid else measured(runs, windows, text, device)
         checked(write, out / name, json.dumps(results, indent=1) + "\n")
         if not config.grid:
             print(summary(results))
