@@ -1,12 +1,14 @@
 """tools/probe.py: its numbers against hand-computed ones, its patterns against every model's own attention."""
 import json
 import math
+import shutil
 import sys
 
 import pytest
 import torch
 
 import train
+from model import GPT, GPTConfig
 from tests.test_contract import ARMS, ids, make
 from tools import figures, inside, probe
 
@@ -117,6 +119,16 @@ def test_a_trace_that_does_not_hold_what_is_attended_is_one_clear_error(name, mo
     monkeypatch.setattr(probe, "attention", lambda model, n, trace: plain(model, n, trace | dict(q=trace["k"])))
     with pytest.raises(ValueError, match="the trace is not what it attends to"):
         probe.measure(model, ids(1, 20))
+
+
+def test_a_model_that_does_without_finish_is_one_clear_error():
+    class Flat(GPT):
+        def layers(self, x, rope, cache=None):
+            return x
+    model = Flat(GPTConfig(n_layer=1, n_embd=16, n_head=2))
+    with pytest.raises(ValueError, match="Flat has blocks whose `finish` is never called"):
+        probe.measure(model, ids(1, 20))
+    assert model.trace is None and "finish" not in vars(model.blocks[0])
 
 
 def test_a_layers_own_value_is_told_from_the_mixed_one():
@@ -250,7 +262,7 @@ def test_lambdas_are_those_of_layers_that_mix():
 # ---- what the page says --------------------------------------------------------------------------------------------
 
 def test_a_sink_is_found_and_none_is_said_to_leave_the_claim_untested():
-    facts = dict(dummy=False, settings={})
+    facts = dict(dummy=False, settings={}, mass_uniform=[0.1, 0.1])
     none = dict(mass=[0.02, 0.04], sink_rate=[0, 0], mass_by_head=[[0.01, 0.03], [0.02, 0.06]]) | facts
     assert figures.sink_found("gpt-1", none) == (
         "gpt-1: the baseline has no sink here (mass on the first token 0.03, sink rate 0; the most of any head is "
@@ -259,6 +271,10 @@ def test_a_sink_is_found_and_none_is_said_to_leave_the_claim_untested():
     some = dict(mass=[0.02, 0.4], sink_rate=[0, 0.5], mass_by_head=[[0.01, 0.03], [0.02, 0.78]]) | facts
     assert figures.sink_found("x", some | dict(dummy=True)) == \
         "x: 25% of all heads are sinks, most of them in layer 1 (50%); mass on the dummy 0.21."
+    T4 = probe.first_mass(probe.uniform(CAUSAL[:4, :4])).item()          # (1/2 + 1/3 + 1/4) / 3: all would be sinks
+    assert figures.sink_found("x", some | dict(mass_uniform=[0.1, T4])) == \
+        "x: cannot be told in windows this short, where looking at all that is seen alike puts 0.36 on the first " \
+        "token; mass on it 0.21."
 
 
 def test_the_pattern_of_reads_in_words():
@@ -284,6 +300,18 @@ def test_a_drained_value_is_one_below_half_of_the_others():
     assert "none of their own" in figures.values_found("x", r | dict(own_value=[None, None]))
 
 
+def test_one_layer_stands_at_a_whole_number_and_no_line_is_without_a_point(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(figures.pyplot(), "close", drawn.append)
+    for values in ([0.5], [0.5] * 40):
+        figures.draw_lines(tmp_path / "x.png", [figures.Panel("", "layer", "y", (0, 1), 1, [("gpt", values, 0, 0)])])
+    ticks = [figure.axes[0].get_xticks().tolist() for figure in drawn]
+    assert ticks == [[1], [1, 6, 11, 16, 21, 26, 31, 36]]
+    alone = dict(lambdas=dict(lam1=[None], lam2=[None]), lambdas_trained=False)
+    both = dict(a=alone, b=dict(lambdas=dict(lam1=[None, 0.5], lam2=[None, 0.5]), lambdas_trained=False))
+    assert [line[0] for line in figures.lambdas(both)[0].lines] == ["b"]
+
+
 # ---- end to end ----------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -293,12 +321,16 @@ def runs(tiny_data, tmp_path_factory):
     for name in ("gpt", "mudd", "value_residual"):
         train.main([*SMALL, f"--model={name}", f"--data={tiny_data}", f"--out_dir={folder / name}"])
     train.main([*SMALL, "--block_size=16", f"--data={tiny_data}", f"--out_dir={folder / 'short'}"])
+    state = torch.load(folder / "gpt" / "best.pt", weights_only=True)    # as if trained with a tokenizer of 300 ids
+    state["model_config"]["vocab_size"] = 300
+    (folder / "wide").mkdir()
+    torch.save(state, folder / "wide" / "best.pt")
     (folder / "words").mkdir()
     (folder / "words" / "meta.json").write_text('{"tokenizer": "gpt2"}', encoding="utf-8")
     return folder
 
 
-def test_one_command_makes_numbers_pictures_and_a_page(runs, tmp_path, capsys):
+def test_one_command_makes_numbers_pictures_and_a_page(runs, tiny_data, tmp_path, capsys):
     probe.main([str(runs / "gpt"), str(runs / "mudd" / "last.pt"), str(runs / "value_residual"), "--windows=3",
                 f"--out={tmp_path / 'o'}"])
     out = capsys.readouterr().out
@@ -311,7 +343,8 @@ def test_one_command_makes_numbers_pictures_and_a_page(runs, tmp_path, capsys):
     assert all(f'<img src="{name}"' in page and (tmp_path / "o" / name).stat().st_size > 5000 for name in pictures)
     assert ("the baseline has no sink here" in page) == (max(results["gpt"]["sink_rate"]) == 0)
     assert "No answer from gpt, mudd: no such quantity" in page           # they have no lambdas
-    assert page.count("Look for.") == len(pictures)
+    assert page.count("Look for.") == len(pictures) and results["gpt"]["text"] == str(tiny_data)
+    assert f"3 windows of 24 held-out tokens of {tiny_data}. Attention" in page
 
     model = train.load_checkpoint(runs / "mudd" / "last.pt").model
     tokens = train.data.open_tokens(train.load_checkpoint(runs / "mudd").facts["settings"]["data"], "val", 257)
@@ -352,7 +385,9 @@ def test_without_matplotlib_the_numbers_are_there(runs, tmp_path, monkeypatch):
     (["gpt", "short"], "block_size 16 and 24"), (["gpt", "gpt"], "named twice"),
     (["gpt", "--window=3"], "did you mean --windows"), (["gpt", "--data=nowhere"], "no data set 'nowhere'"),
     (["gpt", "--data=words"], "--data of the run's own tokenizer"),
-    (["gpt", "--grid"], "leave the runs out"), (["gpt", "--device=tpu"], "choose cpu")])
+    (["gpt", "--grid"], "leave the runs, --data and --windows out"), (["--windows=2", "--grid"], "reads no text"),
+    (["gpt", "--device=tpu"], "choose cpu"), (["gpt", "short/../gpt/best.pt"], "named twice"),
+    (["gpt"] * 9, "9 runs are more than there are colours"), (["gpt", "wide"], "wide/best.pt knows 300 token ids")])
 def test_a_mistake_is_answered_with_one_line(runs, tmp_path, arguments, sentence):
     arguments = [argument if argument.startswith("-") else str(runs / argument) for argument in arguments]
     arguments = [argument.replace("=words", f"={runs / 'words'}") for argument in arguments]
@@ -360,6 +395,30 @@ def test_a_mistake_is_answered_with_one_line(runs, tmp_path, arguments, sentence
         probe.main([*arguments, f"--out={tmp_path / 'o'}"])
     assert sentence in str(stopped.value.code) and "\n" not in str(stopped.value.code)
     assert not (tmp_path / "o").exists()
+
+
+def test_a_vocabulary_set_larger_than_the_texts_is_read(runs, tmp_path):
+    state = torch.load(runs / "wide" / "best.pt", weights_only=True)
+    state["settings"]["vocab_size"] = 300
+    torch.save(state, tmp_path / "best.pt")
+    probe.load([tmp_path / "best.pt"], probe.ProbeConfig(windows=1))
+
+
+def test_runs_are_named_by_what_tells_them_apart(runs, monkeypatch):
+    def labels(*paths):
+        return [label for label, _ in probe.load(paths, probe.ProbeConfig(windows=1))[0]]
+    assert labels(runs / "gpt", runs / "mudd") == ["gpt", "mudd"]
+    best, last = (str((runs / "gpt" / name).resolve()) for name in ("best.pt", "last.pt"))
+    assert labels(best, last) == [best, last]
+    shutil.copytree(runs / "gpt", runs / "gpt-2", dirs_exist_ok=True)
+    monkeypatch.chdir(runs / "gpt")
+    assert labels("best.pt", runs / "gpt-2") == ["gpt", "gpt-2"]          # its folder has a name from within, too
+
+
+def test_a_place_that_cannot_be_written_is_named(runs, tmp_path):
+    (tmp_path / "probe.json").mkdir()
+    with pytest.raises(SystemExit, match="cannot be used"):
+        probe.main([str(runs / "gpt"), "--windows=1", f"--out={tmp_path}"])
 
 
 def test_windows_longer_than_the_text_are_refused(tmp_path):

@@ -101,6 +101,10 @@ def sink(results):
 
 def sink_found(label, r):
     mass, rate, token = mean(r["mass"]), mean(r["sink_rate"]), "dummy" if r["dummy"] else "first token"
+    alike = max(r["mass_uniform"])
+    if alike > 0.3:
+        return (f"{label}: cannot be told in windows this short, where looking at all that is seen alike puts "
+                f"{alike:.2f} on the {token}; mass on it {mass:.2f}.")
     if rate == 0:
         most, at = largest([max(heads) for heads in r["mass_by_head"]])
         plain = r["settings"].get("model", "gpt") == "gpt"
@@ -140,8 +144,8 @@ def entropy_found(label, r):
 
 
 def lambdas(results):
-    return [Panel(title, "layer", "weight", (None, None), 0,
-                  [(label, r["lambdas"][name], i, 0) for i, (label, r) in enumerate(results.items()) if r["lambdas"]])
+    runs = [(label, r["lambdas"], i) for i, (label, r) in enumerate(results.items()) if lambdas_found(label, r)]
+    return [Panel(title, "layer", "weight", (None, None), 0, [(label, lam[name], i, 0) for label, lam, i in runs])
             for name, title in (("lam1", "of what is handed up"), ("lam2", "of the layer's own"))]
 
 
@@ -175,12 +179,12 @@ QUESTIONS = [
              "Low means that a few tokens receive nearly all attention. Hold a curve against uniform attention under "
              "the same mask, not against ln T: early tokens are seen by more. Above it, attention leans to near ones.",
              entropy, entropy_found),
-    Question("lambdas", "Which weights did the value residual learn?",
+    Question("lambdas", "How much of what is handed up does a layer take?",
              "Paper layer n is layer n-1 here. Layers without a mix have no point; a learned weight far from its start "
-             "says where the first layer's values are wanted.", lambdas, lambdas_found),
+             "says where what is handed up is wanted.", lambdas, lambdas_found),
 ]
 
-TABLE_LOOK = """Rows read, columns are read; where nothing can be read it is grey. Look for columns that stay strong far
+TABLE_LOOK = """Rows read, columns are read; where there is no weight it is grey. Look for columns that stay strong far
 from the diagonal: a depth that many layers go back to. The standard deviation, if there is one, says how much a weight
 varies from token to token."""
 GRID_LOOK = """Computed from gradients: a cell is filled where the row's layer reads the state at the column's depth
@@ -243,7 +247,7 @@ def draw_lines(path, panels):
     for axis, panel in zip(axes[0], panels):
         for label, values, run, line in panel.lines:
             x = range(panel.first, panel.first + len(values))
-            handles[label], = axis.plot(x, numbers(values), color=COLOURS[run % 8], marker=MARKERS[(run + line) % 8],
+            handles[label], = axis.plot(x, numbers(values), color=COLOURS[run], marker=MARKERS[(run + line) % 8],
                                         linestyle=STYLES[line % 4], linewidth=1.6, clip_on=False,
                                         markersize=max(4, 10 - 1.5 * (run + line)))       # equal points all show
         for n, (label, values) in enumerate(panel.references):
@@ -254,7 +258,8 @@ def draw_lines(path, panels):
         low, high = panel.limits
         below = low is not None and any(value is not None and value < low for line in panel.lines for value in line[1])
         axis.set_ylim(None if below else low, high)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        longest = max(len(line[1]) for line in (*panel.lines, *panel.references))
+        axis.set_xticks(range(panel.first, panel.first + longest, math.ceil(longest / 8)))
         axis.grid(axis="y", color="#dddddd", linewidth=0.6)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     figure.savefig(path)
@@ -349,13 +354,11 @@ def page(out, results):
     sections = []
     for question in QUESTIONS:
         found = {label: question.found(label, r) for label, r in results.items()}
-        if any(found.values()):
-            draw_lines(Path(out, f"{question.name}.png"), question.panels(results))
-            sections.append(section(question.title, f"{question.name}.png", question.look, found.values()))
-            silent = [label for label, sentence in found.items() if not sentence]
-        else:
-            silent = list(found)
-            sections.append(section(question.title, None, question.look, []))
+        picture = f"{question.name}.png" if any(found.values()) else None
+        if picture:
+            draw_lines(Path(out, picture), question.panels(results))
+        sections.append(section(question.title, picture, question.look, found.values()))
+        silent = [label for label, sentence in found.items() if not sentence]
         if silent:
             sections.append(f"<p>No answer from {html.escape(', '.join(silent))}: no such quantity in the model.</p>")
     title = "Which weights does a model give to what it reads?"
@@ -377,8 +380,8 @@ def page(out, results):
 def run_line(label, r):
     loss = "not measured" if r["val_loss"] is None else f"{r['val_loss']:.4f} nats per token"
     return (f"<li>{html.escape(label)}: {html.escape(r['path'])}, step {r['step']}, validation loss {loss}; "
-            f"{r['windows']} windows of {r['tokens']} held-out tokens. Attention computed from the trace is the "
-            f"model's own to {r['error']:.0e}.</li>")
+            f"{r['windows']} windows of {r['tokens']} held-out tokens of {html.escape(r['text'])}. "
+            f"Attention computed from the trace is the model's own to {r['error']:.0e}.</li>")
 
 
 def section(title, picture, look, found):
@@ -394,7 +397,8 @@ PAGE = """<!DOCTYPE html>
 img {{ max-width: 100% }} h2 {{ margin-top: 2em }}</style></head>
 <body><h1>Inside the models</h1>
 <p>Made by <code>python -m tools.probe</code>; every number that is drawn stands in <a href="probe.json">probe.json</a>.
-One run of each model shows what these weights do, not what the mechanism does: seeds differ.</p>
+One run of each model shows what these weights do, not what the mechanism does: seeds differ. A looped model's layers
+are counted as often as they run.</p>
 <ul>{runs}</ul>
 {sections}
 </body></html>

@@ -115,6 +115,9 @@ def look(model, idx):
     try:
         with finishing(model, keep):
             model.hidden(idx)
+        if not all(given):
+            raise ValueError(f"{type(model).__name__} has blocks whose `finish` is never called, which is where the "
+                             f"probe looks inside: it has nothing to show of this model")
         return model.trace, [model.embed(idx), *by_step(model, put_out, idx.size(1), 1)], \
             by_step(model, given, idx.size(1), 2)
     finally:

@@ -32,7 +32,9 @@ from tqdm import tqdm
 import configs
 import data
 from mudd import MUDD
+from tools import figures
 from tools.inside import TABLES, attention, direct_reads, lambdas, look, own_value, seen_by, tables_of
+from train import build, checked, load_checkpoint, newest_run, usable_device
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The questions, as functions
@@ -179,7 +181,6 @@ class ProbeConfig:
 
 def grid():
     """{name: reads} of the main models, small and fresh, every parameter moved off its start: no zero hides a path."""
-    from train import build
     reads, generator = {}, torch.Generator().manual_seed(0)
     for name in MAIN_MODELS:
         model = build(name, **TINY).eval()
@@ -191,17 +192,18 @@ def grid():
 
 
 def load(paths, config):
-    """[(label, Checkpoint)], and the held-out windows [(1, T)] that all are to read. SettingError if they cannot."""
-    from train import checked, load_checkpoint, newest_run
+    """[(label, Checkpoint)], the held-out windows [(1, T)] that all are to read, and what text they are from.
+    SettingError if they cannot."""
+    if len(paths) > len(figures.COLOURS):
+        raise configs.SettingError(f"{len(paths)} runs are more than there are colours: give at most "
+                                   f"{len(figures.COLOURS)}")
     runs = [load_checkpoint(Path(path)) for path in paths or [newest_run()]]
-    names = [run.facts["settings"].get("model", "gpt") for run in runs]
-    folders = [Path(run.facts["path"]).parent.name for run in runs]
-    for options in (names, folders, [run.facts["path"] for run in runs]):
-        labels = options
-        if len(set(labels)) == len(labels):
-            break
-    else:
+    places = [Path(run.facts["path"]).resolve() for run in runs]
+    if len(set(places)) < len(places):
         raise configs.SettingError("the same checkpoint was named twice: name each once")
+    names = [run.facts["settings"].get("model", "gpt") for run in runs]
+    labels = next(labels for labels in (names, [place.parent.name for place in places], list(map(str, places)))
+                  if len(set(labels)) == len(labels))
     sizes, sets = ({pick(run) for run in runs} for pick in (lambda run: run.config.block_size,
                                                             lambda run: run.facts["settings"].get("data", "plays")))
     if len(sizes) > 1:
@@ -212,10 +214,12 @@ def load(paths, config):
     T = sizes.pop()
     if T < 2:
         raise configs.SettingError("block_size=1: a token alone has nothing to read")
-    folder = checked(data.dataset, config.data or sets.pop())
+    text = config.data or sets.pop()
+    folder = checked(data.dataset, text)
     tokenizer = data.tokenizer(checked(data.read_meta, folder)["tokenizer"])
     for run in runs:
-        if tokenizer.n_vocab > run.config.vocab_size:
+        given = "vocab_size" in run.facts["settings"]                    # else it is that of the tokenizer, exactly
+        if tokenizer.n_vocab > run.config.vocab_size or not given and tokenizer.n_vocab < run.config.vocab_size:
             raise configs.SettingError(f"{run.facts['path']} knows {run.config.vocab_size} token ids, and {folder} has "
                                        f"{tokenizer.n_vocab}: give --data of the run's own tokenizer")
     tokens = checked(data.open_tokens, folder, "val", tokenizer.n_vocab)
@@ -223,17 +227,16 @@ def load(paths, config):
     windows = [x for x, _ in cut if x.size(1) == T]                      # the last of a text may be shorter
     if not windows:
         raise configs.SettingError(f"{folder} has fewer than the {T} held-out tokens of a window: give another --data")
-    return list(zip(labels, runs)), windows
+    return list(zip(labels, runs)), windows, text
 
 
-def measured(runs, windows, device):
+def measured(runs, windows, text, device):
     """{label: the run's facts and all that is drawn of it}"""
-    from train import checked
     results = {}
     with tqdm(total=len(runs) * len(windows), unit="window", dynamic_ncols=True, leave=False) as bar:
         for label, run in runs:
             bar.set_description(label)
-            facts = dict(run.facts, windows=len(windows), tokens=windows[0].size(1))
+            facts = dict(run.facts, windows=len(windows), tokens=windows[0].size(1), text=text)
             results[label] = facts | checked(probe, run.model.to(device), [x.to(device) for x in windows], bar)
     return results
 
@@ -250,8 +253,8 @@ def summary(results):
              f"{'':20} at the top  first token   rate           own        moved     nats     nats"]
 
     def mean(values):
-        values = [value for value in values if value is not None]
-        return f"{sum(values) / len(values):.3f}" if values else "none"
+        value = figures.mean(values)
+        return "none" if value is None else f"{value:.3f}"
     for label, r in results.items():
         lines.append(f"{label[:20]:20} {r['similarity'][-1]:10.3f} {mean(r['mass']):>12}  {mean(r['sink_rate']):>5} "
                      f"{mean(r['own_value']):>13} {mean(r['moved_value']):>12} {mean(r['entropy']):>8} "
@@ -260,8 +263,6 @@ def summary(results):
 
 
 def main(argv):
-    from tools import figures
-    from train import checked, usable_device
     try:
         paths = [argument for argument in argv if not argument.startswith("-")]
         settings = configs.read([argument for argument in argv if argument.startswith("-")])
@@ -269,18 +270,19 @@ def main(argv):
             print(__doc__ + configs.help_text(ProbeConfig))
             return
         config, = configs.build(settings, ProbeConfig)
-        if config.grid and paths:
-            raise configs.SettingError("--grid draws fresh models: leave the runs out, or leave --grid out")
+        if config.grid and (paths or {"data", "windows"} & settings.keys()):
+            raise configs.SettingError("--grid draws fresh models and reads no text: leave the runs, --data and "
+                                       "--windows out, or leave --grid out")
         device = usable_device(config.device)
         if config.grid:
             out, name, shown = ROOT / "docs" / "figures", "who_reads_whom.json", "who_reads_whom.png"
         else:
-            runs, windows = load(paths, config)
+            runs, windows, text = load(paths, config)
             out, name, shown = Path(runs[0][1].facts["path"]).parent / "probe", "probe.json", "index.html"
         out = Path(config.out or out)
         checked(lambda: out.mkdir(parents=True, exist_ok=True))
-        results = grid() if config.grid else measured(runs, windows, device)
-        write(out / name, json.dumps(results, indent=1) + "\n")
+        results = grid() if config.grid else measured(runs, windows, text, device)
+        checked(write, out / name, json.dumps(results, indent=1) + "\n")
         if not config.grid:
             print(summary(results))
         try:
@@ -290,7 +292,7 @@ def main(argv):
         if config.grid:
             figures.draw_grids(out / shown, results)
         else:
-            write(out / shown, figures.page(out, results))
+            checked(write, out / shown, figures.page(out, results))
         print(f"wrote {out / shown}")
     except configs.SettingError as error:
         sys.exit(f"probe: {error}")
