@@ -129,7 +129,7 @@ def test_a_resumed_run_takes_the_optimizers_settings_as_they_are_asked_for_now(r
     train.main(["--resume", "--max_iters=3", "--weight_decay=0.5", "--beta2=0.9", "--batch_size=5"])
     groups = torch.load("runs/gpt-1/last.pt", weights_only=True)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0] and all(group["betas"][1] == 0.9 for group in groups)
-    assert "a step has 5 sequences and had 3" in capsys.readouterr().out
+    assert "a step has 5 sequences and had 4" in capsys.readouterr().out
 
 
 def test_a_failing_validation_loses_no_step(run, monkeypatch):
