@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     for shape in bench.SHAPES:
-        monkeypatch.setitem(bench.SHAPES, shape, TINY)
+        monkeypatch.setitem(bench.SHAPES, shape, TINY | (dict(block_size=1024) if shape == "124m" else {}))
 
 
 def test_steps_alternate_and_each_begins_half_of_the_pairs():
@@ -115,8 +115,7 @@ def test_what_fits_is_what_a_hand_count_says(monkeypatch):
     assert sequences_that_fit("gpt", {}) == tuple(int((0.9e9 * memory - held) / each) for memory in (16, 24))
 
 
-def test_a_bigger_cache_or_more_states_fit_fewer_sequences(monkeypatch):
-    monkeypatch.setitem(bench.SHAPES, "124m", TINY | dict(block_size=1024))
+def test_a_bigger_cache_or_more_states_fit_fewer_sequences():
     plain, mudd = sequences_that_fit("gpt", {}), sequences_that_fit("mudd", {})
     static = sequences_that_fit("mudd", dict(dynamic=False))
     assert mudd[0] < static[0] < plain[0] < plain[1]
