@@ -273,6 +273,7 @@ class Run:
             tqdm.write(f"step {self.step}: validation loss {self.val_loss:.4f} nats per token, {self.bits:.4f} bits per byte")
         for name in ("best.pt", "last.pt") if better else ("last.pt",):
             self.save(name)
+        self.clock = time.perf_counter()             # validation is no part of the next step's seconds
 
     def save(self, name):
         """Under another name first, then renamed: whenever the process dies, a whole checkpoint is there."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import configs
 import train
@@ -75,7 +76,7 @@ def test_tokens_to_a_loss_are_read_between_validations():
 def run(arm, seed, loss, **facts):
     return dict(arm=arm, seed=seed, val_loss=loss, bits_per_byte=loss / math.log(2), parameters=1000,
                 training_flops=1e9, seconds_per_step=0.1, tokens=400, steps=4, validation=[(200, 3.0), (400, loss)],
-                diverged=None) | facts
+                diverged=None, device="cpu", dtype="float32", compiled=False, threads=1, torch="2.13") | facts
 
 
 def planted(gap, noise, seeds=range(5), **facts):
@@ -113,6 +114,28 @@ def test_the_table_has_ratios_and_tokens_to_the_baselines_loss():
     assert "diverged" in diverged and "never" in diverged
 
 
+def test_a_baseline_that_diverged_has_no_loss_to_come_down_to():
+    report = planted(-0.1, 0.0)
+    for seed in (0, 1):
+        verdict.runs_of(report, "gpt")[seed]["val_loss"] = math.inf
+    row, = verdict.compare_runs(report)
+    assert row["verdict"] == "diverged" and len(row["tokens"]) == 3
+    assert verdict.reached([]) == ""
+
+
+def test_seconds_of_two_machines_have_no_ratio():
+    report = planted(-0.1, 0.0, seeds=(0, 1), seconds_per_step=0.2)
+    verdict.runs_of(report, "gpt")[0].update(given=["theirs.json"], seconds_per_step=9.0)
+    assert verdict.compare_runs(report)[0]["seconds"] == 2
+    verdict.runs_of(report, "gpt")[1].update(given=["theirs.json"])
+    row, = verdict.compare_runs(report)
+    assert row["seconds"] is None and "| x1.000         |                  | x" in verdict.table(
+        report | dict(differences=[row]))
+    for run in verdict.runs_of(report, "mudd").values():
+        run.update(given=["theirs.json"])
+    assert verdict.compare_runs(report)[0]["seconds"] == pytest.approx((0.2 / 9 + 2) / 2)
+
+
 def test_only_seeds_that_both_have_are_paired():
     report = planted(-0.01, 0.0)
     report["runs"] = [r for r in report["runs"] if (r["arm"], r["seed"]) not in {("gpt", 0), ("mudd", 4)}]
@@ -136,10 +159,12 @@ def test_what_is_given_is_not_trained_again(tiny, trained, tmp_path, monkeypatch
     trained.clear()
     compare.main(["--models=gpt,mudd", "--seeds=3", *tiny, "--given=../base.json", "--out=all.json"])
     assert [name.rsplit("-", 1)[0] for name in trained] == ["mudd-s1337", "mudd-s1", "gpt-s2", "mudd-s2"]
-    row, = json.loads(Path("all.json").read_text(encoding="utf-8"))["differences"]
+    report = json.loads(Path("all.json").read_text(encoding="utf-8"))
+    assert [bool(run.get("given")) for run in report["runs"]] == [True, False, True, False, False, False]
+    row, = report["differences"]
     assert row["values"]["1337"] < -0.5 and row["values"]["1"] < -0.5 and abs(row["values"]["2"]) < 0.5
     assert capsys.readouterr().out.count(", given") == 2
-    with pytest.raises(SystemExit, match="none of its arms"):
+    with pytest.raises(SystemExit, match="no arm of it"):
         compare.main(["--models=gpt,mudd", *tiny, "--given=../base.json", "--max_iters=3"])
     Path("empty.json").write_text("{}", encoding="utf-8")
     with pytest.raises(SystemExit, match="is no result"):
@@ -187,7 +212,7 @@ def test_what_changes_the_result_trains_anew_and_the_rest_is_found(tiny, trained
     for flag in ("--max_iters=5", "--learning_rate=1e-4", "--d_ff=32", "--qk_norm=no", "--dtype=bfloat16",
                  "--weight_decay=0", "--first_seed=3"):
         assert again(flag), flag
-    monkeypatch.setattr(arms, "code_of", lambda model_class: 1)
+    monkeypatch.setattr(arms, "code_of", lambda *classes: 1)
     assert again()
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -212,6 +237,8 @@ def test_comments_do_not_change_the_code_and_formulas_do(tmp_path, monkeypatch):
         return arms.code_of(Mechanism)
     assert code('"""A"""\nx = 1  # one\n') == code('"""B\nC"""\n\nx  = 1\n') != code('"""A"""\nx = 2  # one\n')
     assert arms.code_of(train.MODELS["gpt"][1]) != arms.code_of(train.MODELS["mudd"][1])
+    Block = type("Block", (Mechanism,), dict(__module__="model"))                  # a part that another file defines
+    assert code("x = 1") == arms.code_of(Mechanism, Mechanism) != arms.code_of(Mechanism, Block)
 
 
 def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tiny, trained, capsys, monkeypatch):
@@ -239,6 +266,72 @@ def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tin
             whole[name] for name in ("val_loss", "curve", "validation")]
 
 
+def test_ctrl_c_in_the_last_step_of_a_run_does_not_start_the_next(tiny, trained, monkeypatch, capsys):
+    plain, argv = train.Run.evaluate_and_save, ["--models=gpt,mudd", "--seeds=1", *tiny]
+
+    def interrupted(self):
+        self.stop = self.step == 4                                                 # while the end is validated
+        plain(self)
+    monkeypatch.setattr(train.Run, "evaluate_and_save", interrupted)
+    with pytest.raises(SystemExit, match="go on with"):
+        compare.main(argv)
+    assert len(trained) == 1
+    monkeypatch.setattr(train.Run, "evaluate_and_save", plain)
+    compare.main(argv)
+    assert len(trained) == 2
+
+
+def test_a_damaged_folder_is_read_anew_or_trained_anew(tiny, trained, capsys):
+    """A result that is cut off is made again from the log; a log or a checkpoint that is, from the first step."""
+    argv = ["--models=gpt", "--seeds=1", *tiny]
+    compare.main(argv)
+    whole = result("gpt.json")["runs"]
+    folder = Path("runs/compare", trained[0])
+    log = (folder / "log.jsonl").read_text(encoding="utf-8")
+    for content in (json.dumps(whole[0])[:90], "{}", "[]"):
+        (folder / "result.json").write_text(content, encoding="utf-8")
+        compare.main(argv)
+        assert result("gpt.json")["runs"] == whole and len(trained) == 1
+    for name, content in (("log.jsonl", ""), ("log.jsonl", log[log.index("\n") + 1:]),
+                          ("log.jsonl", log[:log.index("\n") + 1]), ("last.pt", "cut")):
+        before = len(trained)
+        (folder / "result.json").unlink()
+        (folder / name).write_text(content, encoding="utf-8")
+        compare.main(argv)
+        assert len(trained) == before + 1 and result("gpt.json")["runs"][0]["validation"] == whole[0]["validation"]
+
+
+def test_an_infinite_last_validation_is_a_divergence(tiny, monkeypatch):
+    """The very last step may spoil the weights: no later one notices."""
+    plain = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda model, *args: (
+        (math.nan, math.nan) if model.config.norm_eps == 2 else plain(model, *args)))
+    compare.main(["--models=gpt,gpt:norm_eps=2", "--seeds=1", *tiny])
+    run = result("gpt-gpt_norm_eps=2.json")["runs"][1]
+    assert run["val_loss"] == math.inf and run["diverged"] == "validation loss nan"
+
+
+def test_too_little_memory_is_one_line(tiny, monkeypatch):
+    monkeypatch.setattr(train, "train", lambda run: torch.empty(10 ** 15))
+    with pytest.raises(SystemExit, match="out of memory: lower --batch_size") as error:
+        compare.main(["--models=gpt", *tiny])
+    assert "\n" not in str(error.value)
+
+
+def test_results_are_not_written_over_what_is_read_or_is_no_result(tiny, trained):
+    compare.main(["--models=gpt,mudd", "--seeds=1", *tiny, "--out=a.json"])
+    Path("other.json").write_text('{"name": 1}', encoding="utf-8")
+    Path("b.json").write_text(json.dumps(planted(0, 0, [1])), encoding="utf-8")
+    for argv, sentence in (([*tiny, "--seeds=1", "--given=a.json", "--out=a.json"], "is read as well"),
+                           ([*tiny, "--seeds=1", "--out=other.json"], "is no result of tools.compare"),
+                           ([*tiny, "--seeds=1", "--out=other.json/a.json"], "cannot be written"),
+                           (["--merge", "b.json", "c.json", "--out=b.json"], "is read as well")):
+        Path("c.json").write_text(json.dumps(planted(0, 0, [2])), encoding="utf-8")
+        with pytest.raises(SystemExit, match=sentence):
+            compare.main(argv)
+    assert len(trained) == 2 and result("../../a.json")["runs"] and Path("other.json").read_text() == '{"name": 1}'
+
+
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tiny, trained, monkeypatch):
     plain, argv = train.Run.log, ["--models=gpt", "--seeds=1", *tiny]
     monkeypatch.setattr(train.Run, "log", lambda self, *args: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -259,20 +352,24 @@ def test_a_diverged_run_is_a_result_and_stops_nothing(tiny, trained, monkeypatch
     assert "diverged" in capsys.readouterr().out
 
 
-def test_the_figure_draws_what_diverged_or_is_one_seed_or_of_other_lengths_too(tmp_path):
+def test_the_figure_draws_what_diverged_or_is_one_seed_or_of_other_lengths_too(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+    plain = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: plain(self, path, dpi=dpi / 5))
     reports = [planted(-0.01, 0.0, seeds=(0,)), planted(math.inf, 0.0, diverged="step 1"),
                planted(-0.01, 0.001, validation=[(100, 2.0)]), planted(0, 0) | dict(differences=[])]
     for n, report in enumerate(reports):
         verdict.figure(report, tmp_path / f"{n}.png")
-        assert (tmp_path / f"{n}.png").stat().st_size > 10_000
+        assert (tmp_path / f"{n}.png").stat().st_size > 5_000
 
 
 def test_processes_on_other_seeds_write_elsewhere_and_are_found(tiny, trained):
-    compare.main(["--models=gpt,mudd", "--seeds=1", *tiny])
-    compare.main(["--models=gpt,mudd", "--seeds=2", "--first_seed=1", *tiny])
-    assert {path.name for path in Path("runs/compare").glob("*.json")} == {"gpt-mudd.json", "gpt-mudd-from-seed-1.json"}
-    compare.main(["--models=gpt,mudd", "--seeds=3", *tiny])
-    assert len(trained) == 6 and result("gpt-mudd.json")["differences"][0]["n"] == 3
+    compare.main(["--models=gpt,value_residual", "--seeds=1", *tiny])
+    compare.main(["--models=gpt,value_residual", "--seeds=2", "--first_seed=1", *tiny])
+    name = "gpt-value_residual"
+    assert {path.name for path in Path("runs/compare").glob("*.json")} == {f"{name}.json", f"{name}-from-seed-1.json"}
+    compare.main(["--models=gpt,value_residual", "--seeds=3", *tiny])
+    assert len(trained) == 6 and result("gpt-value_residual.json")["differences"][0]["n"] == 3
 
 
 def test_without_matplotlib_the_results_are_there(tiny, capsys, monkeypatch):
@@ -332,10 +429,23 @@ def test_match_by_depth_and_by_tokens(tiny):
     assert base.steps == round(arm.training_flops / (32 * flops(2, 16, 24, 16))) > 4 and base.config.n_layer == 2
 
 
+def test_an_arm_that_is_its_own_match_is_a_baseline(tiny):
+    """Five layers match themselves, and WhiteMatter as well."""
+    for models in ("gpt,whitematter,gpt:n_layer=5", "gpt,gpt:n_layer=5,whitematter"):
+        _, chosen, _, _ = compare.plan([f"--models={models}", "--match=flops", "--match_by=depth", *tiny])
+        assert {arm.label: arm.base for arm in chosen} == {"gpt:n_layer=5": None, "whitematter": "gpt:n_layer=5"}
+
+
+def test_a_head_wider_than_its_share_can_be_matched(tiny):
+    flags = ["--n_embd=2", "--n_head=2", "--head_dim=4", "--d_ff=8"]
+    _, (base, _), _, _ = compare.plan(["--models=gpt,gpt:n_layer=3", "--match=params", *tiny, *flags])
+    assert base.config.n_embd == 4 and base.config.head_dim == 4
+
+
 def test_each_other_arm_is_compared_with_its_own_matched_baseline(tiny, capsys):
-    compare.main(["--models=gpt,value_residual,whitematter", "--match=flops", "--match_by=tokens", "--seeds=1", *tiny])
+    compare.main(["--models=gpt,mudd,gpt:n_layer=4", "--match=flops", "--match_by=tokens", "--seeds=1", *tiny])
     out = capsys.readouterr().out
-    rows = result("gpt-value_residual-whitematter-match-flops-tokens.json")["differences"]
+    rows = result("gpt-mudd-gpt_n_layer=4-match-flops-tokens.json")["differences"]
     assert rows[0]["base"] == "gpt:max_iters=4" != rows[1]["base"] and f"to {rows[1]['base']}" in out
     assert all(0.8 < row["flops"] < 1.2 for row in rows) and rows[1]["parameters"] != 1
 
@@ -349,14 +459,14 @@ def test_a_sweep_reports_each_arm_at_its_best_rate(tiny, monkeypatch, capsys):
         loss = 1 + (model == "mudd") + abs(math.log(rate / best[model]))
         return plain(folder, arm, seed, diverged) | dict(val_loss=loss)
     monkeypatch.setattr(compare, "read_log", planted)
-    compare.main(["--models=gpt,mudd", "--sweep=learning_rate", "--seeds=2", "--learning_rate=2e-3", *tiny])
+    compare.main(["--models=gpt,mudd", "--sweep=learning_rate", "--seeds=1", "--learning_rate=2e-3", *tiny])
     out = capsys.readouterr().out
     assert "learning_rate of gpt: 0.001: 1.6931, 0.002: 1.0000 (best), 0.004: 1.6931" in out
     assert "learning_rate of mudd: 0.001: 2.0000 (best)" in out and out.count("end of the grid") == 1
     report = result("gpt-mudd-sweep-learning_rate.json")
     row, = report["differences"]
     assert (row["arm"], row["base"]) == ("mudd:learning_rate=0.001", "gpt:learning_rate=0.002")
-    assert row["mean"] == pytest.approx(1) and len(report["runs"]) == 12
+    assert row["mean"] == pytest.approx(1) and len(report["runs"]) == 6
     _, _, sweep, _ = compare.plan(["--models=gpt", "--sweep=learning_rate", "--sweep_values=3e-3,1e-3", *tiny])
     assert [arm.label for arm in sweep["gpt"]] == ["gpt:learning_rate=0.001", "gpt:learning_rate=0.003"]
 
@@ -386,11 +496,12 @@ def test_merge_pairs_within_a_machine_and_takes_the_interval_over_machines(tmp_p
 
 def test_results_of_real_runs_merge(tiny, capsys):
     for seed in (1, 2):
-        compare.main(["--models=gpt,mudd", "--seeds=1", f"--first_seed={seed}", f"--out={seed}.json", *tiny])
+        compare.main(["--models=gpt,value_residual", "--seeds=1", f"--first_seed={seed}", f"--out={seed}.json", *tiny])
     compare.main(["--merge", "1.json", "2.json"])
     row, = result("merged.json")["differences"]
     assert row["n"] == 2 and row["sd"] is not None
-    compare.main(["--models=gpt,mudd", "--seeds=1", "--first_seed=3", "--out=3.json", *tiny, "--weight_decay=0"])
+    compare.main(["--models=gpt,value_residual", "--seeds=1", "--first_seed=3", "--out=3.json", *tiny,
+                  "--weight_decay=0"])
     with pytest.raises(SystemExit, match="weight_decay of gpt is 0.0, and 0.1 in 1.json"):
         compare.main(["--merge", "1.json", "3.json"])
 
@@ -405,6 +516,10 @@ def other_settings(report):
     (other_settings(planted(0, 0, [2])), "n_layer of mudd is 3, and 2 in 0.json"),
     (planted(0, 0, [2]) | dict(differences=[]), "no arm in common"),
     (dict(a=1), "1.json is no result"), ([], "1.json is no result"), (None, "cannot be read"),
+    (planted(0, 0, [2]) | dict(runs=[1]), "1.json is no result"),
+    (planted(0, 0, [2]) | dict(arms=[{}]), "1.json is no result"),
+    (planted(0, 0, [2]) | dict(arms=[]), "1.json is no result"),
+    (dict(format=verdict.FORMAT, runs=[1]), "1.json is no result"),
 ])
 def test_what_cannot_be_merged_is_refused_in_one_line(second, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -461,6 +576,17 @@ def test_help_lists_every_setting(capsys):
     (["--models=gpt,"], "an empty name is no model"),
     (["--models=gpt,gpt"], "gpt is there twice"),
     (["--models=gpt,mudd,mudd"], "mudd is there twice"),
+    (["--models=gpt,mudd:period=1:period=2"], "period in mudd:period=1:period=2 is there twice"),
+    (["--models=gpt,gpt:data=plays"], "one text for all arms"),
+    (["--models=gpt,gpt:vocab_size=20"], "smaller than the 257 ids"),
+    (["--models=gpt,gpt:block_size=100000"], "choose block_size="),
+    (["--models=gpt,mudd", "--study=where"], "give one of the two"),
+    (["--study=target", "--n_layer=1"], "give --n_layer=2 or more"),
+    (["--match_by=depth"], "give --match too"),
+    (["--sweep_values=1,2"], "name the setting"),
+    (["--sweep=dropout"], "0 alone is no sweep"),
+    (["--sweep=learning_rate", "--sweep_values=1e-3,1e-3"], "0.001 alone is no sweep"),
+    (["--first_seed=-1"], "a whole number from 0"),
     (["--models=gpt,mudd:dynamic"], "write model:setting=value"),
     (["--models=gpt,mudd:dynamc=no"], "did you mean --dynamic"),
     (["--models=gpt,mudd:seed=1"], "instead: --seeds"),

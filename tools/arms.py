@@ -88,19 +88,24 @@ def make_arm(label, shared):
                                    f"{name},{other}:{setting}={shared[setting]}")
     settings = shared | own | dict(model=name)
     config, model_config, model_class = train.read_settings(settings)
-    facts = data_facts(config.data)
+    vocab_size = data_facts(config.data)["vocab_size"]
     if "vocab_size" not in settings:
-        model_config.vocab_size = facts["vocab_size"]
+        model_config.vocab_size = vocab_size
+    if model_config.vocab_size < vocab_size:
+        raise SettingError(f"vocab_size={model_config.vocab_size} is smaller than the {vocab_size} ids of the text: "
+                           f"leave it out of {label} and of the settings of all")
+    tokens = train.checked(data.open_tokens, data.dataset(config.data), "train", vocab_size)
+    train.checked(data.batch, tokens, 0, 0, 1, model_config.block_size)          # so long a piece of text is there
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in train.checked(model_class, model_config).parameters())
+        model = train.checked(model_class, model_config)
     flops = sys.modules[model_class.__module__].flops_per_token(model_config, model_config.block_size)
     tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * model_config.block_size
-    return Arm(label, settings, identity(config, model_config, model_class), model_config, parameters,
+    return Arm(label, settings, identity(config, model), model_config, sum(p.numel() for p in model.parameters()),
                tokens * (flops["train"] + 3 * flops["head"]), config.max_iters)
 
 
 def labels(text):
-    """"gpt,mudd:period=2" -> ["gpt", "mudd:period=2"]. A comma before a digit stands within a value, as in targets=2,3."""
+    """"gpt,mudd:period=2" -> ["gpt", "mudd:period=2"]. A comma before a digit is part of a value, as in targets=2,3."""
     return re.split(r",(?!\d)", text)
 
 
@@ -112,6 +117,9 @@ def parse(label):
         setting, equals, value = pair.partition("=")
         if not setting or not equals:
             raise SettingError(f"--models: {pair!r} in {label} is no setting: write model:setting=value")
+        if setting in own or setting == "data":
+            why = "there twice" if setting in own else "one text for all arms"
+            raise SettingError(f"--models: {setting} in {label} is {why}: leave it out")
         own[setting] = value
     refuse_reserved(own)
     return name, own
@@ -141,14 +149,14 @@ def refuse_reserved(names):
 ELSEWHERE = {"data", "out_dir", "resume", "overwrite", "device", "dtype", "compile", "prompt", "sample_tokens"}
 
 
-def identity(config, model_config, model_class):
+def identity(config, model):
     """All that determines a run's result but its seed, as JSON gives it back. `machine` may differ between machines."""
-    device, dtype, _ = train.device_and_dtype(config, model_config)
+    device, dtype, _ = train.device_and_dtype(config, model.config)
     compiled = config.compile == "on" or config.compile == "auto" and device.type == "cuda"
     machine = dict(device=train.device_name(device), dtype=str(dtype), compiled=compiled, torch=torch.__version__)
     facts = dict(train={name: value for name, value in asdict(config).items() if name not in ELSEWHERE},
-                 model={name: value for name, value in asdict(model_config).items() if name != "seed"},
-                 data=data_facts(config.data), code=dict(code=code_of(model_class)), machine=machine)
+                 model={name: value for name, value in asdict(model.config).items() if name != "seed"},
+                 data=data_facts(config.data), code=dict(code=code_of(*map(type, model.modules()))), machine=machine)
     return json.loads(json.dumps(facts))
 
 
@@ -164,9 +172,10 @@ def data_facts(name):
     return facts
 
 
-def code_of(model_class):
-    """A checksum of the files that define the model, comments, docstrings and spaces left out."""
-    modules = {cls.__module__ for cls in model_class.__mro__ if not cls.__module__.startswith(("torch", "builtins"))}
+def code_of(*classes):
+    """A checksum of the files that define a model's classes, comments, docstrings and spaces left out."""
+    modules = {base.__module__ for cls in classes for base in cls.__mro__}
+    modules = {module for module in modules if not module.startswith(("torch", "builtins"))}
     source = "".join(Path(sys.modules[module].__file__).read_text(encoding="utf-8") for module in sorted(modules))
     return zlib.crc32("".join(re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.DOTALL).split()).encode())
 
@@ -197,8 +206,8 @@ def matched(kind, by, plain, arm, shared):
         return nearest(range(1, 4 * c.n_layer + 1), lambda n: dict(n_layer=n))
     if by == "tokens":
         return nearest(range(1, 8 * plain.steps + 1), lambda n: dict(max_iters=n))
-    step = 8 if "head_dim" in plain.settings else 2 * c.n_head
-    widths = range(max(step, c.n_embd // 2 // step * step), 2 * c.n_embd + 1, step)
+    step = 2 * c.n_head
+    widths = range(max(step, c.n_embd // 2 // step * step), max(step, 2 * c.n_embd) + 1, step)
     wide = nearest(widths, lambda D: dict(n_embd=D, d_ff=max(1, round(c.d_ff * D / c.n_embd / 8)) * 8))
     return nearest(range(8, 2 * wide.config.d_ff + 1, 8), lambda F: dict(n_embd=wide.config.n_embd, d_ff=F))
 
@@ -208,5 +217,12 @@ def swept(setting, values, arm, shared):
     now = {**arm.identity["train"], **arm.identity["model"]}.get(setting)
     if isinstance(now, bool) or not isinstance(now, (int, float)):
         raise SettingError(f"--sweep={setting}: give a setting of {arm.label} that is a number, such as learning_rate")
-    values = sorted(values) or [type(now)(now * factor) for factor in (0.5, 1, 2)]
+    values = sorted({*(values or (type(now)(now * factor) for factor in (0.5, 1, 2)))})
+    if len(values) < 2:
+        raise SettingError(f"--sweep={setting}: {values[0]:g} alone is no sweep: give --sweep_values=1,2,3 or so")
     return [make_arm(with_settings(arm.label, **{setting: f"{value:.12g}"}), shared) for value in values]
+
+
+def out_of_memory(error):
+    """Whether it is memory that was missing: torch says so in several ways."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

@@ -6,20 +6,21 @@ What each model costs on this machine, beside the baseline of the same shape: `p
     python -m tools.bench --preset=gpu                                    a 124M shape in bf16, on one GPU
     python -m tools.bench --models=lime --compile=off --n_layer=8         any setting of the models' shape
 
-The two models work by turns, in pairs whose order changes, so that what else the machine does hits both alike; each pair
-gives one ratio, the baseline's seconds by the model's, and the median is shown with the middle half of the pairs.
+The two models work by turns, in pairs whose order changes, so that what else the machine does hits both alike; each
+pair gives one ratio, the baseline's seconds by the model's, and the median is shown with the middle half of the pairs.
 Speed 0.90: nine steps of the model in the time of ten of the baseline's. The columns:
 
     step, eager / compiled    a training step: forward, backward and, unless --optimizer=no, AdamW's step
-    compiling                 seconds of the first compiled step; of a model after the baseline, which it shares pieces with
-    peak                      bytes of tensors at the peak of a compiled step (eager where nothing is compiled): weights,
-                              gradients, AdamW's two moments and what is kept for the backward pass
+    compiling                 seconds of the first compiled step; of a model after the baseline, whose pieces it shares
+    peak                      bytes of tensors at the peak of a compiled step (eager where nothing is compiled):
+                              weights, gradients, AdamW's two moments and what is kept for the backward pass
     prefill, decode           reading a full block_size into the cache; one token behind block_size - 1 others (eager)
     cache gains               how much faster the last tokens of a block are generated with the cache than without
     KV                        numbers that the cache keeps of one token
     FLOPs                     of a training step with its head, per token: flops_per_token of the model's file
-    fits 16 / 24 GB           sequences of 1,024 tokens that a training step of the 124M shape holds at once: an ESTIMATE
-                              from the tensors that one eager forward pass under bf16 autocast keeps, a tenth left free
+    fits 16 / 24 GB           sequences of 1,024 tokens that a training step of the 124M shape holds at once, an
+                              ESTIMATE from the tensors that one eager forward pass under bf16 autocast keeps, a tenth
+                              left free; n/a for an arm whose settings the 12 layers of that shape do not have
 """
 import itertools
 import json
@@ -35,12 +36,14 @@ from tqdm import tqdm
 
 import configs
 import kernels
+import train
 from configs import SettingError
 from tools import arms
 
 SHAPES = {
     "laptop": dict(n_layer=4, n_embd=128, n_head=4, vocab_size=257, block_size=128),
-    "d512": dict(n_layer=16, n_embd=512, n_head=8, n_kv_head=4, head_dim=64, d_ff=1536, vocab_size=4096, block_size=512),
+    "d512": dict(n_layer=16, n_embd=512, n_head=8, n_kv_head=4, head_dim=64, d_ff=1536, vocab_size=4096,
+                 block_size=512),
     "124m": dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, block_size=1024),
 }
 MAIN = "value_residual,mudd:dynamic=no:multiway=no,mudd,depth_attention,depth_attention:stride=1,whitematter"
@@ -124,36 +127,37 @@ def timed(work, device):
 
 
 def peak_bytes(model, step, device):
-    """Bytes of tensors at the peak of a training step: weights, AdamW's two moments, gradients, and what is kept between.
-    On a CPU, where torch keeps no count, the profiler's record of allocations is added up; None where neither can be."""
+    """Bytes of tensors at the peak of a training step: weights, AdamW's two moments, gradients, and what is kept
+    between. On a CPU, where torch keeps no count, the profiler's record of allocations is added up; None where neither
+    can be."""
     step()
     model.zero_grad(set_to_none=True)
     held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.parameters(), *model.parameters(),
                                                       *model.buffers()))
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         step()
-        return held + torch.cuda.max_memory_allocated() - before
+        return held + torch.cuda.max_memory_allocated(device) - before
     if device.type != "cpu":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
-    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
-    return held + max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return held + max(itertools.accumulate(event.nbytes() for event in events))
 
 
-# ------------------------------------------------------------------------------------------------------ what is measured
+# ----------------------------------------------------------------------------------------------------- what is measured
 
 
 class Subject:
     """A model of the shape asked for, and what is timed of it: each a function () -> seconds."""
 
     def __init__(self, config, name, settings):
-        from train import TrainConfig, build, make_optimizer
         self.config, self.device = config, torch.device(config.device)
-        self.model = build(name, **SHAPES[config.shape] | settings).to(self.device)
-        self.optimizer = make_optimizer(self.model, TrainConfig(), self.device)
+        self.model = train.build(name, **SHAPES[config.shape] | settings).to(self.device)
+        self.optimizer = train.make_optimizer(self.model, train.TrainConfig(), self.device)
         vocabulary, T = self.model.config.vocab_size, self.model.config.block_size
         generator = torch.Generator().manual_seed(0)
         self.x, self.y = torch.randint(vocabulary, (2, config.batch_size, T), generator=generator).to(self.device)
@@ -208,7 +212,8 @@ class Subject:
         """What needs no clock: parameters, numbers in the cache and training FLOPs per token."""
         config, model_class = self.model.config, type(self.model)
         flops = sys.modules[model_class.__module__].flops_per_token(config, config.block_size)
-        return dict(parameters=sum(p.numel() for p in self.model.parameters()), flops=flops["train"] + 3 * flops["head"],
+        return dict(parameters=sum(p.numel() for p in self.model.parameters()),
+                    flops=flops["train"] + 3 * flops["head"],
                     kv=sum(model_class.cache_slots(config)) * config.n_kv_head * config.head_dim)
 
 
@@ -218,29 +223,41 @@ def bench(config, name, settings):
     ours, base = Subject(config, name, settings), Subject(config, "gpt", shared)
     found = ours.facts() | {f"{k}_base": v for k, v in base.facts().items()}
     if config.inference:
-        found |= {what: compare(getattr(ours, what)(), getattr(base, what)(), config.steps) for what in ("prefill", "decode")}
+        for what in ("prefill", "decode"):
+            found[what] = compare(getattr(ours, what)(), getattr(base, what)(), config.steps)
         for key, subject in (("cache_gain", ours), ("cache_gain_base", base)):
             found[key] = compare(subject.generation(use_cache=True), subject.generation(use_cache=False), 3)["ratio"]
     steps = [subject.step(config.optimizer) for subject in (ours, base)]
     if config.compile != "on":
         found["eager"] = compare(*steps, config.steps)
     if config.compile != "off":
-        for subject in (ours, base):
-            subject.model.compile_pieces()
-        found |= dict(first_base=steps[1](), first=steps[0](), compiled=compare(*steps, config.steps))
+        try:
+            for subject in (ours, base):
+                subject.model.compile_pieces()
+            found |= dict(first_base=steps[1](), first=steps[0](), compiled=compare(*steps, config.steps))
+        except Exception as error:                   # whatever it is: a compiler may be missing, or not know the device
+            if arms.out_of_memory(error):
+                raise
+            for subject in (ours, base):
+                kernels.restore(subject.model)
+            tqdm.write(f"{name}: torch.compile does not work here ({type(error).__name__}); it is measured eager")
+            found |= {} if "eager" in found else dict(eager=compare(*steps, config.steps))
     for key, subject in (("peak", ours), ("peak_base", base)):
         found[key] = peak_bytes(subject.model, subject.step(optimizer=False), ours.device)
     if config.estimates:
-        found |= {key: sequences_that_fit(*model) for key, model in (("fits", (name, settings)), ("fits_base", ("gpt", {})))}
+        found |= dict(fits=sequences_that_fit(name, settings), fits_base=sequences_that_fit("gpt", {}))
     return found
 
 
 def sequences_that_fit(name, settings):
-    """(for 16 GB, for 24 GB): sequences of 1,024 tokens in one training step of the 124M shape. An estimate: per parameter
-    16 bytes (weight, gradient, two moments), and what a forward pass keeps, counted at 128 tokens, which grows linearly."""
-    from train import build
+    """(for 16 GB, for 24 GB): sequences of 1,024 tokens in one training step of the 124M shape, None where there is no
+    such model. An estimate: per parameter 16 bytes (weight, gradient, two moments), and what a forward pass keeps,
+    counted at 128 tokens, which grows linearly."""
     T, own = 128, {k: v for k, v in settings.items() if k not in setting_names("gpt")}
-    model = build(name, **SHAPES["124m"] | own).train()
+    try:
+        model = train.build(name, **SHAPES["124m"] | own).train()
+    except ValueError:                               # a layer, say, that twelve do not have
+        return None
     model.loss = kernels.cross_entropy
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -251,7 +268,8 @@ def sequences_that_fit(name, settings):
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
         idx = torch.zeros(batch_size, T, dtype=torch.long)
-        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16), hooks:
             loss = model(idx, idx)
         del loss
         return sum(size for pointer, size in storages.items() if pointer not in parameters)
@@ -260,89 +278,111 @@ def sequences_that_fit(name, settings):
     return tuple(max(0, int((0.9 * memory * 1e9 - held) / ((two - one) * 1024 / T))) for memory in (16, 24))
 
 
-# ------------------------------------------------------------------------------------------------------------ the table
+# ----------------------------------------------------------------------------------------------------------- the table
 
 
 def table(results):
     """Lines of Markdown: the baseline in its own units, then each model against it."""
-    def ratio(r):
-        return f"{r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})"
     base = next(iter(results.values()))
-    columns = [("parameters", f"{base['parameters_base']:,}", lambda r: f"{r['parameters'] / r['parameters_base'] - 1:+.2%}")]
-    for key, title in (("eager", "step, eager"), ("compiled", "step, compiled")):
+    columns = {"": ("gpt", list(results))}
+
+    def column(title, own, cell):
+        columns[title] = own, [cell(r) for r in results.values()]
+
+    def speed(key, title, digits):
+        def cell(r):
+            return "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**r[key]) if key in r else "n/a"
         if key in base:
-            columns.append((title, f"{base[key]['seconds_base'] * 1000:.0f} ms", lambda r, key=key: ratio(r[key])))
+            column(title, f"{base[key]['seconds_base'] * 1000:.{digits}f} ms", cell)
+    column("parameters", f"{base['parameters_base']:,}", lambda r: f"{r['parameters'] / r['parameters_base'] - 1:+.2%}")
+    speed("eager", "step, eager", 0)
+    speed("compiled", "step, compiled", 0)
     if "first" in base:
-        columns.append(("compiling", f"{base['first_base']:.0f} s", lambda r: f"{r['first']:.0f} s"))
+        column("compiling", f"{base['first_base']:.0f} s", lambda r: f"{r['first']:.0f} s" if "first" in r else "n/a")
     if base["peak"] is not None:
-        columns.append(("peak", f"{base['peak_base'] / 2 ** 20:,.0f} MiB", lambda r: f"{r['peak'] / r['peak_base'] - 1:+.1%}"))
-    if "prefill" in base:
-        for key in ("prefill", "decode"):
-            columns.append((key, f"{base[key]['seconds_base'] * 1000:.1f} ms", lambda r, key=key: ratio(r[key])))
-        columns.append(("cache gains", f"{base['cache_gain_base']:.1f} times", lambda r: f"{r['cache_gain']:.1f} times"))
-    columns += [("KV", f"{base['kv_base']:,}", lambda r: f"{r['kv']:,}"),
-                ("FLOPs", f"{base['flops_base'] / 1e6:,.1f} M", lambda r: f"{r['flops'] / r['flops_base']:.3f}")]
+        column("peak", f"{base['peak_base'] / 2 ** 20:,.0f} MiB", lambda r: f"{r['peak'] / r['peak_base'] - 1:+.1%}")
+    speed("prefill", "prefill", 1)
+    speed("decode", "decode", 1)
+    if "cache_gain" in base:
+        column("cache gains", f"{base['cache_gain_base']:.1f} times", lambda r: f"{r['cache_gain']:.1f} times")
+    column("KV", f"{base['kv_base']:,}", lambda r: f"{r['kv']:,}")
+    column("FLOPs", f"{base['flops_base'] / 1e6:,.1f} M", lambda r: f"{r['flops'] / r['flops_base']:.3f}")
     if "fits" in base:
-        columns.append(("fits 16 / 24 GB", "{} / {}".format(*base["fits_base"]), lambda r: "{} / {}".format(*r["fits"])))
-    rows = [["", *(title for title, _, _ in columns)], ["---"] * (len(columns) + 1), ["gpt", *(own for _, own, _ in columns)]]
-    rows += [[arm, *(cell(r) for _, _, cell in columns)] for arm, r in results.items()]
+        column("fits 16 / 24 GB", "{} / {}".format(*base["fits_base"]),
+               lambda r: "{} / {}".format(*r["fits"]) if r["fits"] else "n/a")
+    rows = [list(columns), ["---"] * len(columns), [own for own, _ in columns.values()]]
+    rows += zip(*(cells for _, cells in columns.values()))
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def setting_names(name):
-    from train import MODELS
-    return {field.name for field, _, _ in configs.fields(MODELS[name][0])}
+    return {field.name for field, _, _ in configs.fields(train.MODELS[name][0])}
 
 
 def parse_arm(text, shape):
-    """"mudd:dynamic=no" -> ("mudd", {"dynamic": False}), with `shape`'s settings under it. SettingError for what cannot be built."""
-    from train import MODELS
+    """"mudd:dynamic=no" -> ("mudd", {"dynamic": False}), with `shape`'s settings under it. SettingError for what cannot
+    be built."""
     name, own = arms.parse(text)
-    if name not in MODELS:
-        raise SettingError(f"--models={text}: choose from {', '.join(MODELS)}")
+    if name not in train.MODELS:
+        raise SettingError(f"--models={text}: choose from {', '.join(train.MODELS)}")
     settings = shape | own
-    built, = configs.build(settings, MODELS[name][0])
+    built, = configs.build(settings, train.MODELS[name][0])
     return name, {k: getattr(built, k) for k in settings}                # as the types that the fields have
 
 
 def read(argv):
     """Command line -> (BenchConfig, {label: (name of the model, its settings)})"""
-    from train import MODELS, usable_device
     settings = configs.read(argv)
     names = {field.name for field, _, _ in configs.fields(BenchConfig)}
     own = {k: v for k, v in settings.items() if k in names}
     config, = configs.build(PRESETS.get(own.get("preset", "laptop"), {}) | own, BenchConfig)
     shape = {k: v for k, v in settings.items() if k not in names}
-    configs.build(shape, MODELS["gpt"][0])                               # a shape is the baseline's too
-    usable_device(config.device)
-    labels = arms.labels(config.models) if config.models else [name for name in MODELS if name != "gpt"]
-    return config, {label: parse_arm(label, SHAPES[config.shape] | shape) for label in labels}
+    configs.build(shape, train.GPTConfig)                               # a shape is the baseline's too
+    config.device = str(train.usable_device(config.device))
+    labels = arms.labels(config.models) if config.models else [name for name in train.MODELS if name != "gpt"]
+    models = {label: parse_arm(label, SHAPES[config.shape] | shape) for label in labels}
+    shortest = min(settings["block_size"] for _, settings in models.values())
+    if config.inference and shortest <= GENERATED:
+        raise SettingError(f"block_size={shortest}: the last {GENERATED} tokens of a block are generated, so give "
+                           f"more, or --inference=no")
+    return config, models
 
 
 def main(argv):
     try:
         if {"--help", "-h"} & set(argv):
-            from model import GPTConfig
-            print(__doc__ + configs.help_text(BenchConfig, GPTConfig))
+            print(__doc__ + configs.help_text(BenchConfig, train.GPTConfig))
             return
         config, models = read(argv)
         out = config.out and Path(config.out)
         if out and not out.parent.is_dir():
             raise SettingError(f"--out={out}: there is no folder {out.parent}")
+        if out:
+            train.checked(lambda: open(out, "a").close())            # before minutes of measuring, not after them
     except SettingError as error:
         sys.exit(f"bench: {error}")
     if config.threads:
         torch.set_num_threads(config.threads)
     results = {}
-    for label, (name, settings) in tqdm(models.items(), unit="model", leave=False):
-        results[label] = bench(config, name, settings)
+    try:
+        for label, (name, settings) in tqdm(models.items(), unit="model", leave=False):
+            results[label] = bench(config, name, settings)
+    except KeyboardInterrupt:
+        if not results:
+            sys.exit("bench: stopped before the first model was measured")
+        print("stopped: these were measured")
+    except (MemoryError, RuntimeError) as error:
+        if not arms.out_of_memory(error):
+            raise
+        sys.exit("bench: out of memory: lower --batch_size, --block_size, --n_embd or --n_layer")
     where = dict(device=config.device, threads=torch.get_num_threads(), torch=torch.__version__,
                  python=sys.version.split()[0], load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
     print(f"shape {config.shape}, {config.batch_size} sequences, {config.dtype}, {config.steps} pairs; "
           + ", ".join(f"{k} {v}" for k, v in where.items() if v is not None) + "\n")
     print("\n".join(table(results)))
     if out:
-        out.write_text(json.dumps(dict(settings=asdict(config), machine=where, results=results), indent=1), encoding="utf-8")
+        content = dict(settings=asdict(config), machine=where, results=results)
+        out.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

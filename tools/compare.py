@@ -17,7 +17,8 @@ the baseline. What the table says of each arm:
     difference         to the baseline, paired by seed, with its 95 % interval: tools/verdict.py has the formulas
     verdict            lower, higher, or not shown: the interval holds zero. One seed shows nothing by itself
     parameters, training FLOPs, seconds per step     ratios to the baseline's, whose row has the amounts. FLOPs are of
-                       the whole training, head included, as flops_per_token counts; seconds are the median step's
+                       the whole training, head included, as flops_per_token counts; seconds are the median step's,
+                       left out where one of the two runs was --given and so may be another machine's
     tokens to its loss     the share of the baseline's tokens after which the arm has the baseline's final loss, read
                        on a straight line between validations (every --eval_interval steps), or "never"
 
@@ -36,6 +37,7 @@ import re
 import shlex
 import statistics
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +62,7 @@ class CompareConfig:
     match_by: str = "width"                  # what of the baseline changes: width, depth, or (flops only) tokens
     sweep: str = ""                          # a setting, such as learning_rate: report each arm at its best value
     sweep_values: tuple[float, ...] = ()     # the values to try (default: half, once and twice the preset's)
-    given: str = ""                          # a result, of any machine: its runs of these arms and seeds are not trained again
+    given: str = ""                          # a result of any machine, whose runs of these arms and seeds are taken
     out: str = ""                            # file of the results (default: runs/compare/<name>.json), figure beside it
     quick: bool = False                      # the first two arms only, one seed, fewer steps
 
@@ -69,11 +71,17 @@ class CompareConfig:
                             ("match_by", ("width", "depth", "tokens"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"--{name}={getattr(self, name)}: choose one of {', '.join(filter(None, words))}")
+        if self.match_by != "width" and not self.match:
+            raise ValueError(f"--match_by={self.match_by} says how to match, not what: give --match too")
+        if self.sweep_values and not self.sweep:
+            raise ValueError("--sweep_values without --sweep: name the setting, as in --sweep=learning_rate")
         if self.match_by == "tokens" and self.match == "params":
             raise ValueError("--match=params --match_by=tokens: more tokens are no more parameters; give --match=flops")
         self.seeds = (1 if self.quick else 3) if self.seeds is None else self.seeds
         if self.seeds < 1:
             raise ValueError(f"--seeds={self.seeds}: give a whole number of at least 1")
+        if self.first_seed is not None and not 0 <= self.first_seed <= 2 ** 32 - self.seeds:
+            raise ValueError(f"--first_seed={self.first_seed}: give a whole number from 0 to {2 ** 32 - self.seeds}")
         if self.out and not self.out.endswith(".json"):
             raise ValueError(f"--out={self.out}: give the name of a .json file; the figure takes it with .png")
 
@@ -93,9 +101,18 @@ def plan(argv):
 
     groups = [arms.labels(config.models)]
     if config.study:
-        groups = arms.STUDIES[config.study](arms.make_arm("gpt", shared).config.n_layer)
+        if "models" in settings:
+            raise SettingError("--study and --models: a study names its models, so give one of the two")
+        n_layer = arms.make_arm("gpt", shared).config.n_layer
+        if n_layer < 2:
+            raise SettingError(f"--study={config.study}: one layer has no other to read: give --n_layer=2 or more")
+        groups = arms.STUDIES[config.study](n_layer)
     if config.quick:
         groups = [groups[0][:2]]
+    listed = list(itertools.chain(*groups))
+    for label in listed:
+        if listed.count(label) > 1:
+            raise SettingError(f"--models: {label} is there twice: name each arm once")
     chosen, remarks = {}, []
     for first, *others in groups:
         plain = arms.make_arm(first, shared)
@@ -105,14 +122,12 @@ def plan(argv):
             arm, base = arms.make_arm(label, shared), plain
             if config.match:
                 base = arms.matched(config.match, config.match_by, plain, arm, shared)
-                chosen[base.label] = base
+                chosen.setdefault(base.label, base)
                 ours, its = arms.cost(config.match, base), arms.cost(config.match, arm)
                 remarks.append(f"beside {label} stands {base.label}: {ours:,.6g} {config.match} against {its:,.6g}, "
                                f"mismatch {ours / its - 1:+.2%}")
-            if label in chosen:
-                raise SettingError(f"--models: {label} is there twice: name each arm once")
-            arm.base = base.label
-            chosen[label] = arm
+            arm.base = base.label if base.label != label else None
+            chosen[label] = arm                              # which may be the matched baseline of another, too
     sweep = {}
     if config.sweep:
         sweep = {arm.label: arms.swept(config.sweep, config.sweep_values, arm, shared) for arm in chosen.values()}
@@ -129,7 +144,7 @@ def train_all(chosen, seeds, given):
     try:
         for n, (seed, arm) in enumerate(todo, 1):
             what, how = f"[{n}/{len(todo)}] {arm.label}, seed {seed}:", ""
-            if (folder_of(arm, seed) / "result.json").exists():
+            if read_result(folder_of(arm, seed)):
                 how = ", found"
             elif (arm.label, seed) in given:
                 how = ", given"
@@ -143,17 +158,17 @@ def train_all(chosen, seeds, given):
 
 
 def given_runs(path, chosen):
-    """{(label, seed): run} of a result that any machine wrote, for the arms whose settings, text and code are as here."""
+    """{(label, seed): run} of a result of any machine, for the arms whose settings, text and code are as here."""
     report = verdict.read_report(path)
-    if report.get("format") != verdict.FORMAT or not report.get("runs"):
-        raise SettingError(f"--given={path} is no result of tools.compare on one machine: name a .json file that it wrote")
+    if not verdict.whole(report):
+        raise SettingError(f"--given={path} is no result of tools.compare on one machine: name a .json file of it")
     runs = {}
     for arm, theirs in itertools.product(chosen, report["arms"]):
         if verdict.difference_of(arm.identity, theirs["identity"]) is None:
-            runs |= {(arm.label, seed): run | dict(arm=arm.label)
+            runs |= {(arm.label, seed): run | dict(arm=arm.label, given=[*run.get("given", []), path])
                      for seed, run in verdict.runs_of(report, theirs["label"]).items()}
     if not runs:
-        raise SettingError(f"--given={path}: none of its arms has the settings, text and code of one here: leave it out")
+        raise SettingError(f"--given={path}: no arm of it has the settings, text and code of one here: leave it out")
     return runs
 
 
@@ -165,10 +180,10 @@ def folder_of(arm, seed):
 def run_one(arm, seed):
     """The result of one run: read where it is finished, else trained, from its last checkpoint where it has one."""
     folder = folder_of(arm, seed)
-    if not (folder / "result.json").exists():
-        resumed = train.load_state(folder / "last.pt") if (folder / "last.pt").exists() else None
+    if not read_result(folder):
+        resumed = whole_checkpoint(folder, arm)
         settings = arm.settings | dict(seed=seed, out_dir=str(folder), overwrite=resumed is None)
-        diverged = None
+        diverged, stop = None, False
         if resumed is None or resumed["step"] < arm.steps:
             with contextlib.redirect_stdout(io.StringIO()):  # its progress bar, on stderr, is left
                 run = train.Run(settings, resumed)
@@ -176,18 +191,49 @@ def run_one(arm, seed):
                     train.train(run)
                 except train.Diverged as error:
                     diverged = str(error)
+                stop = run.stop
         write_json(folder / "result.json", read_log(folder, arm, seed, diverged))
-    return json.loads((folder / "result.json").read_text(encoding="utf-8")) | dict(arm=arm.label)
+        if stop:                                             # Ctrl-C after the last step began: the trainer just ends
+            raise KeyboardInterrupt
+    return read_result(folder) | dict(arm=arm.label)
+
+
+def read_result(folder):
+    """The result of a finished run; None where there is none, or none that can be read."""
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        return result if verdict.RUN - {"arm"} <= result.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def whole_checkpoint(folder, arm):
+    """The state to go on from; None, which is to begin again, where it or the log up to it is missing or damaged."""
+    try:
+        state = train.load_state(folder / "last.pt")
+    except SettingError:
+        return None
+    head, _, checks = read_records(folder, state["step"])
+    every, there = arm.identity["train"]["eval_interval"], {record["step"] for record in checks}
+    due = {step for step in range(1, state["step"] + 1) if step % every == 0 or step == arm.steps}
+    return state if head and due <= there else None
+
+
+def read_records(folder, step):
+    """A log.jsonl up to `step` -> (what was trained, or None; the records of steps; those of validations)"""
+    records = [json.loads(line) for line in train.log_until(folder / "log.jsonl", step)]
+    return (next((record for record in records if "train_config" in record), None),
+            [record for record in records if "loss" in record], [record for record in records if "val_loss" in record])
 
 
 def read_log(folder, arm, seed, diverged):
     """A run's log.jsonl -> its result. A run that diverged has an infinite loss."""
-    head, *records = map(json.loads, train.log_until(folder / "log.jsonl", arm.steps))
-    steps = [record for record in records if "loss" in record]
-    checks = [record for record in records if "val_loss" in record]
+    head, steps, checks = read_records(folder, arm.steps)
     config = head["train_config"]
+    if not diverged and not math.isfinite(checks[-1]["val_loss"]):       # spoilt by the very last step
+        diverged = f"validation loss {checks[-1]['val_loss']}"
     per_step = config["batch_size"] * config["gradient_accumulation_steps"] * arm.config.block_size
-    last = checks[-1] if checks and not diverged else dict(val_loss=math.inf, bits_per_byte=math.inf)
+    last = checks[-1] if not diverged else dict(val_loss=math.inf, bits_per_byte=math.inf)
     return dict(
         model=config["model"], seed=seed, val_loss=last["val_loss"], bits_per_byte=last["bits_per_byte"],
         parameters=head["parameters"], training_flops=arm.training_flops, steps=arm.steps, tokens=arm.steps * per_step,
@@ -247,11 +293,26 @@ def show(report):
         print("One seed shows nothing by itself: another seed moves a loss as much as another model. Try --seeds=3.")
     if any(row["verdict"] == "not shown" for row in rows):
         print("not shown: the interval holds zero, so these seeds do not tell the difference from none.")
-    if sum(row["n"] > 1 for row in rows) >= 5:
-        print(f"Of {len(rows)} intervals of 95 %, expect {0.05 * len(rows):.1f} to miss the truth by chance.")
+    if (n := sum(row["low"] is not None for row in rows)) >= 5:
+        print(f"Of {n} intervals of 95 %, expect {0.05 * n:.1f} to miss the truth by chance.")
     where = "{device}, {dtype}, compiled: {compiled}, {threads} threads, torch {torch}"
     for line in sorted({where.format(**run) for run in runs}):
         print(line)
+
+
+def out_path(name, inputs):
+    """The file for the results, found to be writable before hours of training, not after them."""
+    path = Path(name)
+    if path.resolve() in [Path(other).resolve() for other in inputs]:
+        raise SettingError(f"--out={path} is read as well: name another file")
+    if path.exists() and verdict.read_report(path).get("format") != verdict.FORMAT:
+        raise SettingError(f"--out={path} is there and is no result of tools.compare: name another file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise SettingError(f"--out={path} cannot be written ({error.strerror}): name another file") from None
 
 
 def save(report, path):
@@ -282,8 +343,9 @@ def merge(argv):
     if len(set(files)) < 2:
         raise SettingError("--merge: name at least two .json files, one of each machine")
     report = verdict.merge({path: verdict.read_report(path) for path in files})
+    out = out_path(config.out or RUNS / "merged.json", files)
     print(verdict.table_of_machines(report))
-    save(report, Path(config.out or RUNS / "merged.json"))
+    save(report, out)
 
 
 def main(argv):
@@ -299,18 +361,29 @@ def main(argv):
         first = config.first_seed
         seeds = [1337, *range(1, config.seeds)] if first is None else range(first, first + config.seeds)
         every = list(itertools.chain(*sweep.values())) or chosen
-        runs, finished = train_all(every, seeds, given_runs(config.given, every) if config.given else {})
+        given = given_runs(config.given, every) if config.given else {}
+        out = out_path(config.out or RUNS / f"{name_of(config)}.json", [config.given] if config.given else [])
+        runs, finished = train_all(every, seeds, given)
         if config.sweep:
             chosen, lines = choose(config.sweep, chosen, sweep, runs)
             print("\n" + "\n".join(lines))
         report = make_report(argv, chosen, runs)
         show(report)
         if not finished:
-            sys.exit(f"compare: stopped; what is done is kept, go on with: {command(argv)}")
-        save(report, Path(config.out or RUNS / f"{name_of(config)}.json"))
+            raise KeyboardInterrupt
+        save(report, out)
     except SettingError as error:
         sys.exit(f"compare: {error}")
-    except (MemoryError, torch.OutOfMemoryError):
+    except KeyboardInterrupt:
+        sys.exit(f"compare: stopped; what is done is kept, go on with: {command(argv)}")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"compare: {error.filename} cannot be used ({error.strerror}); what is done is kept, go on with: "
+                 f"{command(argv)}")
+    except (MemoryError, RuntimeError) as error:
+        if not arms.out_of_memory(error):
+            raise
         sys.exit("compare: out of memory: lower --batch_size, raising --gradient_accumulation_steps by as much")
 
 

@@ -16,6 +16,8 @@ import statistics
 from configs import SettingError
 
 FORMAT = "crosslayer comparison 1"
+RUN = {"arm", "seed", "val_loss", "bits_per_byte", "parameters", "training_flops", "seconds_per_step", "steps",
+       "tokens", "validation", "diverged", "device", "dtype", "compiled", "threads", "torch"}   # what is read of a run
 
 
 def t_quantile(df, inside=0.95):
@@ -65,7 +67,8 @@ def runs_of(report, label):
 
 
 def compare_runs(report):
-    """One dict for each arm that has a baseline: `interval` of the seeds that both have, and ratios to the baseline."""
+    """One dict for each arm that has a baseline: `interval` of the seeds that both have, and ratios to the baseline.
+    A baseline that diverged has no loss to come down to; seconds of two machines have no ratio."""
     rows = []
     for arm in report["arms"]:
         runs, base = runs_of(report, arm["label"]), runs_of(report, arm["base"])
@@ -73,13 +76,16 @@ def compare_runs(report):
         if not seeds:
             continue
         values = {seed: runs[seed]["val_loss"] - base[seed]["val_loss"] for seed in seeds}
-        reached = [tokens_to(base[seed]["val_loss"], runs[seed]["validation"]) for seed in seeds]
+        tokens = {seed: tokens_to(base[seed]["val_loss"], runs[seed]["validation"]) for seed in seeds
+                  if math.isfinite(base[seed]["val_loss"])}
+        seconds = [runs[seed]["seconds_per_step"] / base[seed]["seconds_per_step"] for seed in seeds
+                   if runs[seed].get("given") == base[seed].get("given")]
         rows.append(dict(
             arm=arm["label"], base=arm["base"], values=values, **interval(list(values.values())),
             parameters=runs[seeds[0]]["parameters"] / base[seeds[0]]["parameters"],
             flops=runs[seeds[0]]["training_flops"] / base[seeds[0]]["training_flops"],
-            seconds=statistics.fmean(runs[seed]["seconds_per_step"] / base[seed]["seconds_per_step"] for seed in seeds),
-            tokens=[t and t / base[seed]["tokens"] for seed, t in zip(seeds, reached)]))
+            seconds=statistics.fmean(seconds) if seconds else None,
+            tokens=[t and t / base[seed]["tokens"] for seed, t in tokens.items()]))
     return rows
 
 
@@ -103,8 +109,8 @@ def table(report):
                      f"{statistics.fmean(run['bits_per_byte'] for run in runs):.4f}"])
         if row := differences.get(arm["label"]):
             rows[-1] += [signed(row) + (f" to {row['base']}" if several else ""), bounds(row), row["verdict"]]
-            rows[-1] += [f"x{row['parameters']:.3f}", f"x{row['flops']:.3f}", f"x{row['seconds']:.2f}"]
-            rows[-1] += [reached(row["tokens"])]
+            rows[-1] += [f"x{row['parameters']:.3f}", f"x{row['flops']:.3f}"]
+            rows[-1] += ["" if row["seconds"] is None else f"x{row['seconds']:.2f}", reached(row["tokens"])]
         else:
             seconds = statistics.fmean(run["seconds_per_step"] for run in runs)
             rows[-1] += ["", "", "", f"{runs[0]['parameters']:,}", f"{runs[0]['training_flops']:.3g}", f"{seconds:.3g}",
@@ -135,7 +141,7 @@ def reached(tokens):
     """Of the baseline's tokens, the share after which an arm has its final loss: mean of the seeds that get there."""
     there = [t for t in tokens if t is not None]
     if not there:
-        return "never"
+        return "never" if tokens else ""
     some = f" ({len(there)} of {len(tokens)} seeds)" if len(there) < len(tokens) else ""
     return f"x{statistics.fmean(there):.2f}{some}"
 
@@ -161,12 +167,25 @@ def read_report(path):
         return {}
 
 
+def whole(report):
+    """Whether what a file holds is a result of one machine, as this version writes it."""
+    try:
+        labels = {arm["label"] for arm in report["arms"]}
+        return (report["format"] == FORMAT and len(report["runs"]) > 0
+                and all(RUN <= run.keys() for run in report["runs"])
+                and all({"train", "model", "data", "code"} <= arm["identity"].keys() for arm in report["arms"])
+                and all({row["arm"], row["base"]} <= labels and math.isfinite(row["n"]) and "mean" in row
+                        for row in report["differences"]))
+    except (KeyError, TypeError, AttributeError):
+        return False
+
+
 def merge(reports):
     """{path: report}, one of each machine -> the report over machines. A machine's difference is the mean over its
     seeds; the interval is over machines. SettingError, one line, where they cannot be put together."""
     first, *others = reports
     for path, report in reports.items():
-        if report.get("format") != FORMAT or not report.get("runs"):
+        if not whole(report):
             raise SettingError(f"{path} is no result of tools.compare on one machine: name .json files that it wrote")
     for one, two in itertools.combinations(reports, 2):
         if seeds := seeds_of(reports[one]) & seeds_of(reports[two]):
@@ -201,7 +220,7 @@ def identity_of(report, label):
 
 def difference_of(ours, theirs):
     """(name, our value, their value) of the first fact that differs, the machine's own left out; None if all agree."""
-    for part in ours.keys() - {"machine"}:
+    for part in ("train", "model", "data", "code"):
         for name in sorted(ours[part].keys() | theirs[part].keys()):
             if ours[part].get(name) != theirs[part].get(name):
                 return name, ours[part].get(name), theirs[part].get(name)
