@@ -7,7 +7,7 @@ Train models on the same batches, from several seeds, and say which differences 
     python -m tools.compare --models=gpt,mudd --match=flops     the baseline widened until both cost the same
     python -m tools.compare --sweep=learning_rate               each arm at its best of several learning rates
     python -m tools.compare --quick                             two models, one seed, under 5 minutes on two CPU cores
-    python -m tools.compare --given=docs/baseline.json          what a shipped result holds is not trained again
+    python -m tools.compare --quick --given=docs/baseline.json --first_seed=1      a shipped result is not trained again
     python -m tools.compare --merge a.json b.json c.json        a result of each machine: the interval over machines
 
 Any setting of train.py holds for all arms, as in --max_iters=300; a preset may stand before the flags. The first arm is
