@@ -1,6 +1,7 @@
 """tools/bench.py: that it measures what it says, not how fast this machine is."""
 import json
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,23 @@ def test_what_fits_is_what_a_hand_count_says(monkeypatch):
     monkeypatch.setattr(train, "build", lambda name, **settings: Plain())
     each, held = 4 * 128 * 1000 * 8, 16_000
     assert sequences_that_fit("gpt", {}) == tuple(int((0.9e9 * memory - held) / each) for memory in (16, 24))
+
+
+def test_what_is_counted_is_let_go(monkeypatch):
+    """An exponential keeps its own result: a hook that handed that tensor back would hold its graph for ever."""
+    class Exponential(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.seen = torch.nn.Parameter(torch.ones(8)), []
+
+        def forward(self, idx, targets):
+            y = (self.weight * torch.ones(*idx.shape, 8)).exp()
+            self.seen.append(weakref.ref(y))
+            return y.sum()
+    model = Exponential()
+    monkeypatch.setattr(train, "build", lambda name, **settings: model)
+    sequences_that_fit("gpt", {})
+    assert len(model.seen) == 2 and not any(y() for y in model.seen)
 
 
 def test_a_bigger_cache_or_more_states_fit_fewer_sequences():
