@@ -127,6 +127,11 @@ def test_the_comparison_in_the_readme_is_the_shipped_one():
         assert f"{row['mean']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f}): {row['verdict']}" in first_table
 
 
+def test_the_speeds_in_the_readme_are_the_shipped_ones():
+    results = json.loads((ROOT / "docs" / "bench.json").read_text(encoding="utf-8"))["results"]
+    assert set(results) == set(train.MODELS) - {"gpt"} and "\n".join(bench.table(results)) in README
+
+
 def test_every_linked_file_is_there():
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / target).exists(), target
