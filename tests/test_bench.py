@@ -207,7 +207,7 @@ def test_the_table_shows_the_baseline_in_units_and_the_models_against_it():
     speed = dict(ratio=0.5, low=0.25, high=0.75, seconds=0.4, seconds_base=0.2)
     result = dict(parameters=150, parameters_base=100, flops=3e6, flops_base=2e6, kv=8, kv_base=16, eager=speed,
                   peak=3 * 2 ** 20, peak_base=2 ** 21)
-    head, row = "|  | parameters | step, eager | peak | KV | FLOPs |", "0.500 (0.250 to 0.750) | +50.0% | 8 | 1.500 |"
+    head, row = "|  | parameters | step, eager | peak | KV, numbers a token | training FLOPs a token |", "0.500 (0.250 to 0.750) | +50.0% | 8 | 1.500 |"
     assert table({"x": result}) == [head, "| --- | --- | --- | --- | --- | --- |",
                                     "| gpt | 100 | 200 ms | 2 MiB | 16 | 2.0 M |", "| x | +50.00% | " + row]
     without = {name: value for name, value in result.items() if name != "eager"}         # its compiler failed, say

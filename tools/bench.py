@@ -17,7 +17,7 @@ Speed 0.90: nine steps of the model in the time of ten of the baseline's. The co
     prefill, decode           reading a full block_size into the cache; one token behind block_size - 1 others (eager)
     cache gains               how much faster the last tokens of a block are generated with the cache than without
     KV                        numbers that the cache keeps of one token
-    FLOPs                     of a training step with its head, per token: flops_per_token of the model's file
+    training FLOPs            of a step with its head, per token: flops_per_token of the model's file
     fits 16 / 24 GB           sequences of 1,024 tokens that a training step of the 124M shape holds at once, an
                               ESTIMATE from the tensors that one eager forward pass under bf16 autocast keeps, a tenth
                               left free; n/a for an arm whose settings the 12 layers of that shape do not have
@@ -310,8 +310,8 @@ def table(results):
     speed("decode", "decode", 1)
     if "cache_gain" in base:
         column("cache gains", f"{base['cache_gain_base']:.1f} times", lambda r: f"{r['cache_gain']:.1f} times")
-    column("KV", f"{base['kv_base']:,}", lambda r: f"{r['kv']:,}")
-    column("FLOPs", f"{base['flops_base'] / 1e6:,.1f} M", lambda r: f"{r['flops'] / r['flops_base']:.3f}")
+    column("KV, numbers a token", f"{base['kv_base']:,}", lambda r: f"{r['kv']:,}")
+    column("training FLOPs a token", f"{base['flops_base'] / 1e6:,.1f} M", lambda r: f"{r['flops'] / r['flops_base']:.3f}")
     if "fits" in base:
         column("fits 16 / 24 GB", "{} / {}".format(*base["fits_base"]),
                lambda r: "{} / {}".format(*r["fits"]) if r["fits"] else "n/a")
