@@ -13,7 +13,7 @@ import configs
 import cyclic
 import train
 from tests.test_docs import ROOT, copy_of_the_sources, page
-from tools import compare, probe, schedules, verdict
+from tools import compare, schedules, verdict
 
 TEXT = page("workshop.md")
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
