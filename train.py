@@ -317,9 +317,7 @@ class Run:
             return Path(self.config.out_dir or ".")
         if resumed:
             folder = Path(self.config.out_dir)
-            partial = folder / "log.jsonl.tmp"
-            partial.write_text("".join(log_until(folder / "log.jsonl", self.step)), encoding="utf-8")
-            os.replace(partial, folder / "log.jsonl")
+            data.write_text(folder / "log.jsonl", "".join(log_until(folder / "log.jsonl", self.step)))
             return folder
         if self.config.out_dir:
             folder = Path(self.config.out_dir)

@@ -205,14 +205,19 @@ class TokenWriter:
 
 # ---- meta.json -----------------------------------------------------------------------------------------------------
 
+def write_text(path, text):
+    """All of it, or nothing but what stood there before: written under another name first, then renamed."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(partial, path)
+
+
 def write_meta(folder, tokenizer_name, **facts):
     """Write folder/meta.json: the tokenizer, its vocabulary size and further facts for the reader. Written last, it says
     that the data set is complete."""
     meta = {"tokenizer": tokenizer_name, "vocab_size": tokenizer(tokenizer_name).n_vocab} | facts
-    path = Path(folder) / "meta.json"
-    partial = path.with_name("meta.json.tmp")
-    partial.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8", newline="\n")
-    os.replace(partial, path)
+    write_text(Path(folder) / "meta.json", json.dumps(meta, indent=2) + "\n")
 
 
 def read_meta(folder):

@@ -36,6 +36,7 @@ import torch
 from tqdm import tqdm
 
 import configs
+import data
 import kernels
 import train
 from configs import SettingError
@@ -387,7 +388,7 @@ def main(argv):
     print("\n".join(table(results)))
     if out:
         content = dict(settings=asdict(config), machine=where, results=results)
-        out.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        data.write_text(out, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

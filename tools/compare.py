@@ -44,6 +44,7 @@ from pathlib import Path
 import torch
 
 import configs
+import data
 import train
 from configs import SettingError
 from tools import arms, verdict
@@ -245,11 +246,8 @@ def read_log(folder, arm, seed, diverged):
 
 
 def write_json(path, content):
-    """Under another name first, then renamed: a result is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(json.dumps(content) + "\n", encoding="utf-8", newline="\n")
-    os.replace(partial, path)
+    data.write_text(path, json.dumps(content) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ trained to be, by the schedule of their configuration; what is traced is one mor
 """
 import itertools
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,12 +240,6 @@ def measured(runs, windows, text, device):
     return results
 
 
-def write(path, text):
-    """All of it, or nothing but what stood there before."""
-    path.with_name(path.name + ".tmp").write_text(text, encoding="utf-8", newline="\n")
-    os.replace(path.with_name(path.name + ".tmp"), path)
-
-
 def summary(results):
     """A short table for the terminal."""
     lines = [f"{'':20} similarity  mass on the   sink  value norm, first/others  entropy  uniform",
@@ -282,7 +275,7 @@ def main(argv):
         out = Path(config.out or out)
         checked(lambda: out.mkdir(parents=True, exist_ok=True))
         results = grid() if config.grid else measured(runs, windows, text, device)
-        checked(write, out / name, json.dumps(results, indent=1) + "\n")
+        checked(data.write_text, out / name, json.dumps(results, indent=1) + "\n")
         if not config.grid:
             print(summary(results))
         try:
@@ -292,7 +285,7 @@ def main(argv):
         if config.grid:
             figures.draw_grids(out / shown, results)
         else:
-            checked(write, out / shown, figures.page(out, results))
+            checked(data.write_text, out / shown, figures.page(out, results))
         print(f"wrote {out / shown}")
     except configs.SettingError as error:
         sys.exit(f"probe: {error}")
