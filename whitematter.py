@@ -208,7 +208,7 @@ class WhiteMatterConfig(ScheduleConfig):
     k: int | None = None               # channels, from 1 to n_layer (default: half the layers; shared, depth_causal: all)
     variant: str = "release"           # release: no dummy token, h_L is mixed too; paper: a dummy, h_L is not mixed
     router: str = "dynamic"            # dynamic; the paper's ablations static, shared, depth_causal
-    prior: str | None = None           # cyclic, shifted_identity, identity, top (default: the first, or for k = n_layer the second)
+    prior: str | None = None           # cyclic, shifted_identity, identity, top (default: the first; for k = n_layer the second; depth_causal: the third)
     stride: int = 2                    # the router reads every stride-th state
 
     def __post_init__(self):
@@ -222,12 +222,11 @@ class WhiteMatterConfig(ScheduleConfig):
             raise ValueError(f"k={self.k}: give a number of channels from 1 to n_layer={self.n_layer}")
         if self.router == "depth_causal" and self.k != self.n_layer:
             raise ValueError(f"router=depth_causal gives each layer its own channel: set k={self.n_layer}, or leave it out")
-        if self.router == "depth_causal" and self.prior not in (None, "identity"):
-            raise ValueError(f"prior={self.prior}: router=depth_causal starts from each layer's own input: leave prior out")
-        if self.router == "depth_causal":
-            self.prior = "identity"
         if self.prior is None:
-            self.prior = "shifted_identity" if self.k == self.n_layer > 1 and self.router != "shared" else "cyclic"
+            shifted = self.k == self.n_layer > 1 and self.router != "shared"
+            self.prior = "identity" if self.router == "depth_causal" else "shifted_identity" if shifted else "cyclic"
+        if self.router == "depth_causal" and self.prior != "identity":
+            raise ValueError(f"prior={self.prior}: router=depth_causal starts from each layer's own input: leave prior out")
         if self.stride < 1:
             raise ValueError(f"stride={self.stride}: give a whole number of at least 1")
 
