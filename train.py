@@ -195,7 +195,7 @@ class Run:
             self.join()
 
         self.model = checked(model_class, model_config).to(self.device)
-        self.flops = sys.modules[model_class.__module__].flops_per_token(model_config, model_config.block_size)
+        self.flops = flops_of(model_class, model_config)
         self.optimizer = make_optimizer(self.model, config, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.step, self.best, self.val_loss, self.skipped, self.stop = 0, math.inf, None, 0, False
@@ -373,7 +373,7 @@ class Run:
         peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device_name(self.device)), None)
         if peak is None or self.dtype == torch.float32:
             return "n/a"
-        return (self.flops["train"] + 3 * self.flops["head"]) * tokens_per_second / (peak * self.world)
+        return training_flops(self.flops) * tokens_per_second / (peak * self.world)
 
     def write_log(self, **record):
         if self.rank == 0:
@@ -595,6 +595,21 @@ def checked(function, *arguments):
                            f"permissions") from None
 
 
+def out_of_memory(error):
+    """Whether it is memory that was missing: torch says so in several ways."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def flops_of(model_class, config):
+    """flops_per_token of the model's file, for sequences of block_size."""
+    return sys.modules[model_class.__module__].flops_per_token(config, config.block_size)
+
+
+def training_flops(flops):
+    """FLOPs of a training step per token, the head's forward and backward with it."""
+    return flops["train"] + 3 * flops["head"]
+
+
 def read_settings(settings):
     """{name: value} -> (TrainConfig, the model's config, the model's class)."""
     name = configs.convert("model", settings.get("model", "gpt"), str)
@@ -676,8 +691,7 @@ def main(argv):
     except KeyboardInterrupt:
         sys.exit("train.py: stopped at once; the last checkpoint, if there is one, is whole")
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) \
-                and "DefaultCPUAllocator" not in str(error):
+        if not out_of_memory(error):
             raise
         sys.exit("train.py: out of memory: lower --batch_size, raising --gradient_accumulation_steps by as much, or lower "
                  "--block_size, --n_embd or --n_layer")

@@ -98,10 +98,10 @@ def make_arm(label, shared):
     train.checked(data.batch, tokens, 0, 0, 1, model_config.block_size)          # so long a piece of text is there
     with torch.device("meta"):
         model = train.checked(model_class, model_config)
-    flops = sys.modules[model_class.__module__].flops_per_token(model_config, model_config.block_size)
+    flops = train.flops_of(model_class, model_config)
     tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * model_config.block_size
     return Arm(label, settings, identity(config, model), model_config, sum(p.numel() for p in model.parameters()),
-               tokens * (flops["train"] + 3 * flops["head"]), config.max_iters)
+               tokens * train.training_flops(flops), config.max_iters)
 
 
 def labels(text):
@@ -221,8 +221,3 @@ def swept(setting, values, arm, shared):
     if len(values) < 2:
         raise SettingError(f"--sweep={setting}: {values[0]:g} alone is no sweep: give --sweep_values=1,2,3 or so")
     return [make_arm(with_settings(arm.label, **{setting: f"{value:.12g}"}), shared) for value in values]
-
-
-def out_of_memory(error):
-    """Whether it is memory that was missing: torch says so in several ways."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

@@ -213,15 +213,14 @@ class Subject:
     def facts(self):
         """What needs no clock: parameters, numbers in the cache and training FLOPs per token."""
         config, model_class = self.model.config, type(self.model)
-        flops = sys.modules[model_class.__module__].flops_per_token(config, config.block_size)
         return dict(parameters=sum(p.numel() for p in self.model.parameters()),
-                    flops=flops["train"] + 3 * flops["head"],
+                    flops=train.training_flops(train.flops_of(model_class, config)),
                     kv=sum(model_class.cache_slots(config)) * config.n_kv_head * config.head_dim)
 
 
 def bench(config, name, settings):
     """The model `name` with settings of its own beside the baseline. -> dict of what the columns show, and more."""
-    shared = {k: v for k, v in settings.items() if k in setting_names("gpt")}
+    shared = {k: v for k, v in settings.items() if k in arms.names_of(train.GPTConfig)}
     ours, base = Subject(config, name, settings), Subject(config, "gpt", shared)
     found = ours.facts() | {f"{k}_base": v for k, v in base.facts().items()}
     if config.inference:
@@ -238,7 +237,7 @@ def bench(config, name, settings):
                 subject.model.compile_pieces()
             found |= dict(first_base=steps[1](), first=steps[0](), compiled=compare(*steps, config.steps))
         except Exception as error:                   # whatever it is: a compiler may be missing, or not know the device
-            if arms.out_of_memory(error):
+            if train.out_of_memory(error):
                 raise
             for subject in (ours, base):
                 kernels.restore(subject.model)
@@ -260,7 +259,7 @@ def sequences_that_fit(name, settings):
     """(for 16 GB, for 24 GB): sequences of 1,024 tokens in one training step of the 124M shape, None where there is no
     such model. An estimate: per parameter 16 bytes (weight, gradient, two moments), and what a forward pass keeps,
     counted at 128 tokens, which grows linearly."""
-    T, own = 128, {k: v for k, v in settings.items() if k not in setting_names("gpt")}
+    T, own = 128, {k: v for k, v in settings.items() if k not in arms.names_of(train.GPTConfig)}
     try:
         model = train.build(name, **SHAPES["124m"] | own).train()
     except ValueError:                               # a layer, say, that twelve do not have
@@ -321,10 +320,6 @@ def table(results):
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def setting_names(name):
-    return {field.name for field, _, _ in configs.fields(train.MODELS[name][0])}
-
-
 def parse_arm(text, shape):
     """"mudd:dynamic=no" -> ("mudd", {"dynamic": False}), with `shape`'s settings under it. SettingError for what cannot
     be built."""
@@ -339,7 +334,7 @@ def parse_arm(text, shape):
 def read(argv):
     """Command line -> (BenchConfig, {label: (name of the model, its settings)})"""
     settings = configs.read(argv)
-    names = {field.name for field, _, _ in configs.fields(BenchConfig)}
+    names = arms.names_of(BenchConfig)
     own = {k: v for k, v in settings.items() if k in names}
     config, = configs.build(PRESETS.get(own.get("preset", "laptop"), {}) | own, BenchConfig)
     shape = {k: v for k, v in settings.items() if k not in names}
@@ -378,7 +373,7 @@ def main(argv):
             sys.exit("bench: stopped before the first model was measured")
         print("stopped: these were measured")
     except (MemoryError, RuntimeError) as error:
-        if not arms.out_of_memory(error):
+        if not train.out_of_memory(error):
             raise
         sys.exit("bench: out of memory: lower --batch_size, --block_size, --n_embd or --n_layer")
     where = dict(device=config.device, threads=torch.get_num_threads(), torch=torch.__version__,

@@ -144,15 +144,15 @@ def train_all(chosen, seeds, given):
     runs, todo = [], list(itertools.product(seeds, chosen))
     try:
         for n, (seed, arm) in enumerate(todo, 1):
-            what, how = f"[{n}/{len(todo)}] {arm.label}, seed {seed}:", ""
-            if read_result(folder_of(arm, seed)):
-                how = ", found"
-            elif (arm.label, seed) in given:
-                how = ", given"
-            else:
+            what = f"[{n}/{len(todo)}] {arm.label}, seed {seed}:"
+            run, how = read_result(folder_of(arm, seed)), ", found"
+            if not run and (arm.label, seed) in given:
+                run, how = given[arm.label, seed], ", given"
+            if not run:
                 print(f"{what} training", flush=True)
-            runs.append(given[arm.label, seed] if how == ", given" else run_one(arm, seed))
-            print(f"{what} {runs[-1]['val_loss']:.4f} nats per token{how}", flush=True)
+                run, how = run_one(arm, seed), ""
+            runs.append(run | dict(arm=arm.label))
+            print(f"{what} {run['val_loss']:.4f} nats per token{how}", flush=True)
         return runs, True
     except (KeyboardInterrupt, SystemExit):                  # train.py leaves by SystemExit when it has saved
         return runs, False
@@ -179,24 +179,23 @@ def folder_of(arm, seed):
 
 
 def run_one(arm, seed):
-    """The result of one run: read where it is finished, else trained, from its last checkpoint where it has one."""
+    """Train one run, from its last checkpoint where it has one -> its result, which is kept."""
     folder = folder_of(arm, seed)
-    if not read_result(folder):
-        resumed = whole_checkpoint(folder, arm)
-        settings = arm.settings | dict(seed=seed, out_dir=str(folder), overwrite=resumed is None)
-        diverged, stop = None, False
-        if resumed is None or resumed["step"] < arm.steps:
-            with contextlib.redirect_stdout(io.StringIO()):  # its progress bar, on stderr, is left
-                run = train.Run(settings, resumed)
-                try:
-                    train.train(run)
-                except train.Diverged as error:
-                    diverged = str(error)
-                stop = run.stop
-        write_json(folder / "result.json", read_log(folder, arm, seed, diverged))
-        if stop:                                             # Ctrl-C after the last step began: the trainer just ends
-            raise KeyboardInterrupt
-    return read_result(folder) | dict(arm=arm.label)
+    resumed = whole_checkpoint(folder, arm)
+    settings = arm.settings | dict(seed=seed, out_dir=str(folder), overwrite=resumed is None)
+    diverged, stop = None, False
+    if resumed is None or resumed["step"] < arm.steps:
+        with contextlib.redirect_stdout(io.StringIO()):      # its progress bar, on stderr, is left
+            run = train.Run(settings, resumed)
+            try:
+                train.train(run)
+            except train.Diverged as error:
+                diverged = str(error)
+            stop = run.stop
+    write_json(folder / "result.json", read_log(folder, arm, seed, diverged))
+    if stop:                                                 # Ctrl-C after the last step began: the trainer just ends
+        raise KeyboardInterrupt
+    return read_result(folder)
 
 
 def read_result(folder):
@@ -380,7 +379,7 @@ def main(argv):
         sys.exit(f"compare: {error.filename} cannot be used ({error.strerror}); what is done is kept, go on with: "
                  f"{command(argv)}")
     except (MemoryError, RuntimeError) as error:
-        if not arms.out_of_memory(error):
+        if not train.out_of_memory(error):
             raise
         sys.exit("compare: out of memory: lower --batch_size, raising --gradient_accumulation_steps by as much")
 

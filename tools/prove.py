@@ -25,6 +25,7 @@ def loop_diff(model_class, loop="layers"):
 
 def claims(config_class, model_class, settings):
     """[(claim, value)] for the small model with the given settings."""
+    from train import flops_of
     config, = configs.build(SIZE | settings, config_class)
     shared = {f.name: getattr(config, f.name) for f, _, _ in configs.fields(GPTConfig)}
     model, plain = model_class(config).eval(), GPT(GPTConfig(**shared)).eval()
@@ -51,12 +52,9 @@ def claims(config_class, model_class, settings):
     def count(m):
         return sum(p.numel() for p in m.parameters())
 
-    def flops(cls):
-        return sys.modules[cls.__module__].flops_per_token(config, config.block_size)
-
     def cache_bytes(cls):
         return 2 * sum(cls.cache_slots(config)) * config.n_kv_head * config.head_dim
-    ours, base = flops(model_class), flops(GPT)
+    ours, base = flops_of(model_class, config), flops_of(GPT, config)
     return [("parameters", f"{count(model):,} ({count(model) - count(plain):+,} against the baseline)"),
             ("logits at the start", f"{apart:.2g} away from the baseline's"
                                     + (" (equal bit for bit)" if apart == 0 else "")),
@@ -70,7 +68,6 @@ def claims(config_class, model_class, settings):
 def main(*names):
     """The command line of a mechanism file; `names` as in train.MODELS, of which --model picks one."""
     from train import MODELS
-    name = names[0]
     try:
         settings = configs.read(sys.argv[1:])
         name = settings.pop("model", names[0])
