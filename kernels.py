@@ -1,9 +1,10 @@
 """
 Fused paths: the same formulas as in the model and mechanism files, with less memory traffic.
 
-Nothing here is needed to understand a model. `train.py --compile=on` (on CUDA the default) calls `model.compile_pieces()`, which
-compiles the pieces between the lines of the layer loop and swaps in the functions of this file; eager mode uses the
-plain formulas. Each path stands here with what it saves; the tests hold it against the plain formula, value and gradient.
+Nothing here is needed to understand a model. `train.py --compile=on` (on CUDA the default) calls
+`model.compile_pieces()`, which compiles the pieces between the lines of the layer loop and swaps in the functions of
+this file; eager mode uses the plain formulas. Each path stands here with what it saves; the tests hold it against the
+plain formula, value and gradient.
 """
 import functools
 import types
