@@ -64,6 +64,7 @@ def iterate(model, x, positions, past, groups, passes, grad_passes):
         with torch.set_grad_enabled(torch.is_grad_enabled() and p >= boundary):
             if p == boundary > 0:
                 torch.clear_autocast_cache()                              # older torch reuses casts that have no gradient
+                states = in_order([states for _, states in done], groups)
             if p in (0, boundary):
                 channels = past.join(Channels(*model.pool(states, positions), positions))
             done = []
@@ -71,8 +72,7 @@ def iterate(model, x, positions, past, groups, passes, grad_passes):
                 output, states = model.stack(x[:, group], positions[group], channels)
                 channels = channels.put(positions[group], *model.pool(states, positions[group]))
                 done.append((output, states))                             # from here on, later groups read this pass
-            outputs, states = (in_order(pieces, groups) for pieces in zip(*done))
-    return outputs, channels.last(x.size(1))
+    return in_order([output for output, _ in done], groups), channels.last(x.size(1))
 
 
 def strided(T, g):
@@ -138,31 +138,30 @@ class Channels(NamedTuple):
 
     def seen_by(self, positions, window=math.inf):
         """Which slots queries at `positions` (n,), in rising order, may read: those at smaller positions, of these the
-        newest `window`. For `attend`: [(queries, how many slots the last of them sees, mask or None where all see all)].
-        Many queries are cut into four, the first of which need not meet the keys that only later ones see."""
-        seen, n = [], len(positions)
+        newest `window`. For `attend`: [(queries, how many slots the last of them sees, mask, blind)], mask None where all
+        see all, blind None where none sees nothing. Many queries are cut into four: the first need not meet late keys."""
+        seen, n, to_device = [], len(positions), lambda t: t.to(self.k.device, non_blocking=True)
         for rows in contiguous(n, max(1, min(4, n // 64))):
             distance = positions[rows][:, None] - self.positions[self.positions < positions[rows][-1]]
             mask = (0 < distance) & (distance <= window)                  # (rows, reach)
-            seen.append((rows, mask.size(1), None if mask.all() else mask.to(self.k.device, non_blocking=True)))
+            blind = ~mask.any(dim=1, keepdim=True)                        # (rows, 1): a softmax over nothing would be NaN,
+            seen.append((rows, mask.size(1),                              # so they see all, and then nothing of it
+                         None if mask.all() else to_device(mask | blind), to_device(blind) if blind.any() else None))
         return seen
 
 
 def attend(q, k, v, seen):
     """Attention over past slots. q (B, H, n, d), k and v (B, Hkv, N, d), seen from Channels.seen_by -> (B, H, n, d).
     A query that sees no slot gets exactly 0, and gives every key and value the gradient 0."""
-    pieces = [attend_rows(q[:, :, rows], k[:, :, :reach], v[:, :, :reach], mask) for rows, reach, mask in seen]
+    pieces = [attend_rows(q[:, :, rows], k[:, :, :reach], v[:, :, :reach], *masks) for rows, reach, *masks in seen]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
-def attend_rows(q, k, v, mask):
+def attend_rows(q, k, v, mask, blind):
     if k.size(2) == 0:
         return torch.zeros_like(q)
-    if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    blind = ~mask.any(dim=1, keepdim=True)                                # (n, 1); a softmax over nothing would be NaN,
-    attention = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, enable_gqa=True)
-    return attention.masked_fill(blind, 0)                                # so the blind see all, and then nothing of it
+    attention = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return attention if blind is None else attention.masked_fill(blind, 0)
 
 
 def in_order(pieces, groups):

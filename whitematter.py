@@ -52,8 +52,9 @@ class WhiteMatter(FeedbackGPT):
     def stack(self, x, positions, channels):
         """Any n tokens x (B, n, D) through all layers. Layer l reads channel l mod k of earlier tokens, never its own."""
         rope, seen, states = self.rope(positions), channels.seen_by(positions), [x]
+        keys, values = channels.k.unbind(), channels.v.unbind()           # k tensors (B, Hkv, N, d) each
         for l, block in enumerate(self.blocks):
-            q, k, v = block.query(x, rope), channels.k[l % self.k], channels.v[l % self.k]
+            q, k, v = block.query(x, rope), keys[l % self.k], values[l % self.k]
             self.record(l, x=x[None], q=q, k=k, v=v)
             x = block.finish(x, cyclic.attend(q, k, v, seen))
             states.append(x)                                              # h_{l+1}
@@ -208,7 +209,7 @@ class WhiteMatterConfig(ScheduleConfig):
     k: int | None = None               # channels, from 1 to n_layer (default: half the layers; shared, depth_causal: all)
     variant: str = "release"           # release: no dummy token, h_L is mixed too; paper: a dummy, h_L is not mixed
     router: str = "dynamic"            # dynamic; the paper's ablations static, shared, depth_causal
-    prior: str | None = None           # cyclic, shifted_identity, identity, top (default: the first; for k = n_layer the second; depth_causal: the third)
+    prior: str | None = None           # cyclic, shifted_identity, identity, top (default: the first; if k = n_layer, the second)
     stride: int = 2                    # the router reads every stride-th state
 
     def __post_init__(self):
@@ -229,6 +230,8 @@ class WhiteMatterConfig(ScheduleConfig):
             raise ValueError(f"prior={self.prior}: router=depth_causal starts from each layer's own input: leave prior out")
         if self.stride < 1:
             raise ValueError(f"stride={self.stride}: give a whole number of at least 1")
+        if self.router == "static" and self.stride != 2:
+            raise ValueError(f"stride={self.stride}: router=static reads no states: leave stride out")
 
     @property
     def sources(self):

@@ -45,8 +45,9 @@ class Feedback(FeedbackGPT):
     def stack(self, x, positions, channels):
         """Any n tokens x (B, n, D) through all layers, each of which reads the memories of earlier tokens."""
         rope, seen, states = self.rope(positions), channels.seen_by(positions, self.window), [x]
+        k, v = channels.k[0], channels.v[0]
         for n, block in enumerate(self.blocks):
-            q, k, v = block.query(x, rope), channels.k[0], channels.v[0]
+            q = block.query(x, rope)
             self.record(n, x=x[None], q=q, k=k, v=v)
             x = block.finish(x, cyclic.attend(q, k, v, seen))
             states.append(x)                                             # x_t^{l+1}

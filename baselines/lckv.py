@@ -45,8 +45,9 @@ class LCKV(FeedbackGPT):
     def stack(self, x, positions, channels):
         """Any n tokens x (B, n, D) through the block, where every layer reads the one channel of earlier tokens."""
         rope, seen = self.rope(positions), channels.seen_by(positions)
+        k, v = channels.k[0], channels.v[0]
         for n in self.block:
-            q, k, v, h = self.blocks[n].query(x, rope), channels.k[0], channels.v[0], x
+            q, h = self.blocks[n].query(x, rope), x
             self.record(n, x=x[None], q=q, k=k, v=v)
             x = self.blocks[n].finish(x, cyclic.attend(q, k, v, seen))
         return x, h[None]                                                # h: the input of the top layer

@@ -471,7 +471,8 @@ def test_bad_settings_are_refused():
     for settings, words in ((dict(k=0), "k=0: give a number of channels from 1 to n_layer=4"), (dict(k=5), "k=5"),
                             (dict(variant="papers"), "choose one of release, paper"), (dict(prior="x"), "cyclic"),
                             (dict(router="depth_causal", k=2), "leave it out"), (dict(stride=0), "stride=0"),
-                            (dict(router="depth_causal", prior="top"), "leave prior out")):
+                            (dict(router="depth_causal", prior="top"), "leave prior out"),
+                            (dict(router="static", stride=1), "leave stride out")):
         with pytest.raises(ValueError, match=words):
             build("whitematter", **SMALL | settings)
 
