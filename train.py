@@ -98,10 +98,15 @@ class TrainConfig:
         for name in ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a whole number of at least 1")
+        if self.lr_decay_iters is not None and self.lr_decay_iters < 0:
+            raise ValueError(f"--lr_decay_iters={self.lr_decay_iters}: give 0 or a positive number, or leave it out")
         self.min_lr = self.learning_rate / 10 if self.min_lr is None else self.min_lr
         for name in ("learning_rate", "min_lr"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a positive number")
+        if self.min_lr > self.learning_rate:
+            raise ValueError(f"--min_lr={self.min_lr} is above the peak, --learning_rate={self.learning_rate}: lower it, or "
+                             f"leave it out")
         for name in ("warmup_iters", "weight_decay", "grad_clip", "sample_tokens"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)}: give 0 or a positive number")
@@ -248,9 +253,9 @@ class Run:
         return loss, stop > 0
 
     def refuse_non_finite(self, step, loss, norm):
-        """Stop before a step that would spoil the weights. Under fp16 an overflowing gradient is the scaler's business: it
-        skips the step and halves its scale."""
-        if self.scaler.is_enabled() and math.isfinite(loss):
+        """Stop before a step that would spoil the weights. Under fp16 an overflowing gradient is the scaler's business, who
+        skips the step and halves the scale: as long as there is a scale to halve."""
+        if self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() > SMALLEST_SCALE:
             self.skipped += not math.isfinite(norm)
         elif not math.isfinite(loss) or not math.isfinite(norm):
             last = self.folder / "last.pt"
@@ -283,11 +288,15 @@ class Run:
                      model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict(),
                      step=self.step, best=self.best, val_loss=self.val_loss, skipped=self.skipped)
         partial = self.folder / f"{name}.tmp"
-        with open(partial, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.folder / name)
+        try:
+            with open(partial, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self.folder / name)
+        except OSError:                              # the disk is full, say: half a checkpoint helps nobody
+            partial.unlink(missing_ok=True)
+            raise
 
     def restore(self, state):
         trained = state["settings"].get("model", "gpt")
@@ -515,7 +524,7 @@ def load_state(path):
     except Exception as error:                       # torch.load raises whatever the first odd byte leads it to
         raise SettingError(f"{path} is no checkpoint of this project, or was cut off "
                            f"({type(error).__name__}): take best.pt or last.pt of a run") from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") != FORMAT or not KEPT <= state.keys():
         raise SettingError(f"{path} is no checkpoint of this project: take best.pt or last.pt of a run")
     return state
 
@@ -574,6 +583,8 @@ def newest_run(model="*"):
 # Facts and small helpers
 
 FORMAT = "crosslayer 1"
+KEPT = {"settings", "model_config", "model", "optimizer", "scaler", "step", "best", "val_loss", "skipped"}
+SMALLEST_SCALE = 2.0 ** -20                          # of fp16 losses; where gradients still overflow, they always will
 EXACT_WINDOWS = 8                                    # held-out windows on which a feedback model is also run exactly
 BF16_PAYS_FROM = 256                                 # narrower models lose more to casts than the products gain
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12,
@@ -690,6 +701,9 @@ def main(argv):
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:
         sys.exit("train.py: stopped at once; the last checkpoint, if there is one, is whole")
+    except OSError as error:
+        sys.exit(f"train.py: {error.filename or 'the folder of the run'} cannot be used ({error.strerror or error}): see to "
+                 f"its space and permissions, then go on with --resume; the last checkpoint, if there is one, is whole")
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise

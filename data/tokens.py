@@ -78,6 +78,9 @@ def open_tokens(folder, split, vocab_size):
     if not paths:
         raise ValueError(f"no *{split}*.bin in {folder}: prepare it with python data/openwebtext/prepare.py "
                          f"--from TEXTS --out {folder}")
+    for path in paths:
+        if "train" in path.name and "val" in path.name:
+            raise ValueError(f"{path} is named as training and as held-out data: keep one of the two words")
     tokens = Tokens([(path, *shard_layout(path)) for path in paths], vocab_size)
     for n, (_, _, count) in enumerate(tokens.shards):
         tokens.copy(n, tokens.map(n), 0, min(count, CHECKED_AT_OPENING))

@@ -134,6 +134,13 @@ def test_refusals_name_the_file_in_one_line(tmp_path, content, sentence):
     assert "bad_val.bin" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_shard_belongs_to_one_split(tmp_path):
+    (tmp_path / "trainval.bin").write_bytes(bytes(20))
+    for split in ("train", "val"):
+        with pytest.raises(ValueError, match="trainval.bin is named as training and as held-out data"):
+            open_tokens(tmp_path, split, 257)
+
+
 def test_missing_files_and_folders(tmp_path):
     for folder in tmp_path, tmp_path / "nowhere":
         with pytest.raises(ValueError, match=r"no \*train\*.bin in .*prepare.py"):

@@ -204,6 +204,8 @@ def test_shards_of_another_data_set_are_not_mixed_in(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"\0\0")
     with pytest.raises(SystemExit, match="already holds train.bin of another data set"):
         run(tmp_path / "a.jsonl", tmp_path)
+    with pytest.raises(SystemExit, match="a.jsonl is a file: name a folder"):
+        run(tmp_path / "a.jsonl", tmp_path / "a.jsonl")
 
 
 # ---- as a program

@@ -220,6 +220,8 @@ MISTAKES = [
     (["--device=tpu"], "cannot be used here"),
     (["--max_iters=0"], "at least 1"),
     (["--learning_rate=0"], "a positive number"),
+    (["--lr_decay_iters=-5"], "or leave it out"),
+    (["--learning_rate=1e-3", "--min_lr=2e-3"], "is above the peak"),
     (["--learning_rate=nan"], "a positive number"),
     (["--dropout=1"], "up to, but not including, 1"),
     (["--vocab_size=100"], "smaller than the 257 ids"),
@@ -397,15 +399,27 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(run, monkeypatch):
         file.write(b"half a checkpoint")
         raise OSError("disk full")
     monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(OSError):
+    with pytest.raises(SystemExit, match="the folder of the run cannot be used .disk full.: see to its space"):
         train.main(["--resume", "--out_dir=r", "--max_iters=3"])
-    assert Path("r/last.pt").read_bytes() == before
+    assert Path("r/last.pt").read_bytes() == before and not Path("r/last.pt.tmp").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None, "cut", "foreign"])
+def test_under_fp16_a_gradient_that_always_overflows_stops_the_run(run, monkeypatch):
+    def micro_batches(self, step, plain=train.Run.micro_batches):
+        if step == 3:
+            self.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+        return plain(self, step)
+    monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
+    with pytest.raises(SystemExit, match="gradient norm .* no checkpoint was saved yet"):
+        run("--out_dir=r", "--dtype=float16", "--max_iters=100", "--eval_interval=100")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None, "cut", "foreign", "partly"])
 def test_what_is_no_checkpoint_gets_one_sentence(run, content):
     if content == "foreign":
         torch.save({"model": torch.zeros(3)}, "x.pt")
+    elif content == "partly":
+        torch.save({"format": train.FORMAT, "model": {}}, "x.pt")
     elif content == "cut":
         run("--out_dir=r", "--max_iters=1")
         Path("x.pt").write_bytes(Path("r/last.pt").read_bytes()[:-500])

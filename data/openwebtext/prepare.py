@@ -180,6 +180,8 @@ def main(arguments=None):
     if args.procs < 1:
         parser.error("--procs must be at least 1")
     try:
+        if args.out.exists() and not args.out.is_dir():
+            raise ValueError(f"--out {args.out} is a file: name a folder")
         if args.subsets:
             files = [download(n, args.out / "archives") for n in range(args.subsets)]
         else:
