@@ -363,6 +363,14 @@ def test_the_figure_draws_what_diverged_or_is_one_seed_or_of_other_lengths_too(t
         assert (tmp_path / f"{n}.png").stat().st_size > 5_000
 
 
+def test_seconds_of_given_runs_are_not_drawn_beside_our_own():
+    report = planted(-0.01, 0.0, seeds=(0, 1))
+    given = report | dict(runs=[run | (dict(given="theirs.json") if run["arm"] == "gpt" else {}) for run in report["runs"]])
+    assert verdict.of_one_source(report) == report
+    assert {run["arm"] for run in verdict.of_one_source(given)["runs"]} == {given["runs"][0]["arm"]}
+    assert len({run["arm"] for run in given["runs"]}) == 2
+
+
 def test_processes_on_other_seeds_write_elsewhere_and_are_found(tiny, trained):
     compare.main(["--models=gpt,value_residual", "--seeds=1", *tiny])
     compare.main(["--models=gpt,value_residual", "--seeds=2", "--first_seed=1", *tiny])

@@ -248,13 +248,20 @@ def figure(report, path):
                                        height_ratios=(4, max(3.5, height)))
         draw_losses(panels["tokens"], report, "tokens", lambda run: run["tokens"])
         draw_losses(panels["flops"], report, "training FLOPs, head included", lambda run: run["training_flops"])
-        draw_losses(panels["seconds"], report, "seconds of training steps",
+        draw_losses(panels["seconds"], of_one_source(report), "seconds of training steps",
                     lambda run: run["seconds_per_step"] * run["steps"])
         draw_gaps(panels["gap"], report)
         draw_differences(panels["differences"], report)
         handles, names = panels["tokens"].get_legend_handles_labels()
         canvas.legend(handles, names, loc="outside upper center", ncols=3 if len(names) < 10 else 4, fontsize=8)
     canvas.savefig(path, dpi=150)
+
+
+def of_one_source(report):
+    """Without the runs that come from elsewhere than the first, trained here or given: seconds of two machines do not
+    belong on one axis."""
+    source = report["runs"][0].get("given")
+    return report | dict(runs=[run for run in report["runs"] if run.get("given") == source])
 
 
 def draw_losses(ax, report, label, whole):
