@@ -288,15 +288,15 @@ class Run:
                      model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict(),
                      step=self.step, best=self.best, val_loss=self.val_loss, skipped=self.skipped)
         partial = self.folder / f"{name}.tmp"
-        try:
-            with open(partial, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self.folder / name)
-        except OSError:                              # the disk is full, say: half a checkpoint helps nobody
-            partial.unlink(missing_ok=True)
-            raise
+        with writing():
+            try:
+                with open(partial, "wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(partial, self.folder / name)
+            finally:
+                partial.unlink(missing_ok=True)      # half a checkpoint helps nobody
 
     def restore(self, state):
         trained = state["settings"].get("model", "gpt")
@@ -386,7 +386,7 @@ class Run:
 
     def write_log(self, **record):
         if self.rank == 0:
-            with open(self.folder / "log.jsonl", "a", encoding="utf-8") as file:
+            with writing(), open(self.folder / "log.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
     # --------------------------------------------------------------------------------------------------- stop and compile
@@ -606,6 +606,17 @@ def checked(function, *arguments):
                            f"permissions") from None
 
 
+@contextlib.contextmanager
+def writing():
+    """What cannot be written in here, because the disk is full say, is one line that the user sees."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(f"{error.filename or 'the folder of the run'} cannot be used ({error.strerror or error}): see to its "
+                           f"space and permissions, then go on with --resume; the last checkpoint, if there is one, is "
+                           f"whole") from None
+
+
 def out_of_memory(error):
     """Whether it is memory that was missing: torch says so in several ways."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
@@ -701,9 +712,6 @@ def main(argv):
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:
         sys.exit("train.py: stopped at once; the last checkpoint, if there is one, is whole")
-    except OSError as error:
-        sys.exit(f"train.py: {error.filename or 'the folder of the run'} cannot be used ({error.strerror or error}): see to "
-                 f"its space and permissions, then go on with --resume; the last checkpoint, if there is one, is whole")
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise

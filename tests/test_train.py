@@ -414,6 +414,17 @@ def test_under_fp16_a_gradient_that_always_overflows_stops_the_run(run, monkeypa
         run("--out_dir=r", "--dtype=float16", "--max_iters=100", "--eval_interval=100")
 
 
+def test_a_log_that_cannot_be_written_is_one_line(run, monkeypatch):
+    def micro_batches(self, step, plain=train.Run.micro_batches):
+        if step == 2:
+            Path("r/log.jsonl").unlink()
+            Path("r/log.jsonl").mkdir()
+        return plain(self, step)
+    monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
+    with pytest.raises(SystemExit, match="r/log.jsonl cannot be used .Is a directory.: see to its space"):
+        run("--out_dir=r", "--max_iters=4", "--log_interval=1")
+
+
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None, "cut", "foreign", "partly"])
 def test_what_is_no_checkpoint_gets_one_sentence(run, content):
     if content == "foreign":
