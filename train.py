@@ -708,6 +708,9 @@ def main(argv):
         run = Run(settings, resumed)
         train(run)
         finish(run)
+        if run.world > 1:                            # leave together: gloo may abort a process that leaves the other behind
+            dist.barrier()
+            run.parallel = None
     except SettingError as error:
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:
