@@ -1,34 +1,23 @@
 """
 Value residual: every layer's attention moves a mixture of its own values and the first layer's.
 
-A deep layer's values are read from a stream in which the layers below have overwritten much of what the token was.
-ResFormer mixes the first layer's values V_1 into the values of every later layer, before attention moves them. Where
-a layer looks is untouched (inside that layer); what it finds there is not. In SVFormer all layers move V_1 itself.
+A deep layer makes its values from a stream in which the layers below have overwritten much of what the token was.
+ResFormer mixes the first layer's values V_1 into the values of every later layer, before attention moves them. Within
+a layer, where attention looks stays the same; what it finds there changes. In SVFormer all layers move V_1 itself.
 
-    Zhou et al., Value Residual Learning, arXiv 2410.17897; convex and trained: modded-nanogpt, record of 2024-11-06
+    Zhou et al., Value Residual Learning, arXiv 2410.17897. convex: the modded-nanogpt record of 2024-11-06.
 
     paper                            here
-    H_{n-1}, the input of layer n    x                  (B, T, D)      n counts from 0: paper layer n is code layer n-1
+    H_{n-1}, the input of layer n    x                  (B, T, D)      paper layer n is code layer n-1
     V_n = norm(H_{n-1}) W_n^V        v                  (B, Hkv, T, d)
-    V_1                              v1                 (B, Hkv, T, d), not detached
+    V_1                              v1                 (B, Hkv, T, d)
     lambda_{n,1}, lambda_{n,2}       lam1[n], lam2[n]   (L,) each
-    V'_n                             v after the mix    what attention moves and what the cache stores
-    U_n = A_n V'_n                   attend(q, k, v)
+    V'_n                             v after the mix    (B, Hkv, T, d)
 
-Cost: at most 2L+1 parameters and 3 Hkv d FLOPs per token and layer; no cache beyond the baseline's, since V'_n is
-stored in the place of V_n; in training, V_1 is kept anyway. SVFormer saves (L-1) D Hkv d parameters, L-1 value slots.
+Cost: at most 2L+1 parameters, and 3 Hkv d FLOPs per token and layer. The cache is the baseline's: V'_n takes the place
+of V_n. SVFormer saves (L-1) D Hkv d parameters and L-1 value slots.
 
-What breaks without each part: (lam1, lam2) = (0, 1) is the baseline, bit for bit. With V_1 detached, W_1^V learns from
-its own layer only. Mixed a second time, after reading V' from a cache, decoding no longer equals the full forward.
-The default does not start as the baseline: 0.5/0.5 is another function than 0/1. The variant `zero` does start there.
-
-Where paper, release and this file differ. The release holds `identity` alone; the others follow the paper's text and
-two ports. `learnable_plus` is not settled by either: here lam1 = s softmax(z), z = 0 and s = L at the start, over all
-L layers. In the trained variants lam1 and lam2 are dead up to the source layer: their entries there get a zero
-gradient and are not learned values (the z there are not dead, because one softmax ties all z together). SVFormer's
-release writes the shared value into every layer's cache and saves nothing; here it has one slot. The paper's gains
-are single runs; its 16 % fewer parameters and 20 % fewer tokens are a later version's, not `identity`'s first
-figures, 10.4 % and 13.6 %.
+Only `zero` starts as the baseline. Paper against releases: docs/errata.md.
 """
 from dataclasses import dataclass
 
@@ -36,48 +25,65 @@ import torch
 import torch.nn as nn
 
 import model
-from model import GPT, Block, GPTConfig, attend
+from model import GPT, Block, GPTConfig
 
 
 class ValueResidual(GPT):
+    """V'_n = lam1[n] V_1 + lam2[n] V_n in every layer n after the first."""
+
     def layers(self, x, rope, cache=None):
-        lam1, lam2 = self.weights()
+        lam1, lam2 = self.mix_weights()                         # (L,) each
         for n, block in enumerate(self.blocks):
             q, k, v = block.qkv(x, rope)
             if n == self.config.source:
-                v1 = v
+                v1 = v                                          # not detached: W_1^V learns from every layer
             elif n > self.config.source:
-                v = lam1[n] * v1 + lam2[n] * v                           # V'_n: the value residual
-            self.record(n, x=x[None], q=q, k=k, v=v)
-            x = block.finish(x, attend(q, k, v, cache, n))
+                v = lam1[n] * v1 + lam2[n] * v                  # V'_n: what attention moves, and what the cache stores
+            x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
 
-    # ------------------------------------------------------------------------------------------------ bookkeeping
+    def mix_weights(self):
+        """lam1, lam2 (L,). What they start from stands in __init__; how a variant ties them together stands here."""
+        variant = self.config.variant
+        if variant == "zero":                                   # the layer's own values keep weight 1
+            return self.lam1, torch.ones_like(self.lam1)
+        if variant == "convex":                                 # the two always add up to 1
+            return self.lam1, 1 - self.lam1
+        if variant == "learnable_plus":                         # the layers compete for shares of V_1 that add up to s
+            return self.s * self.z.softmax(dim=0), self.lam2
+        return self.lam1, self.lam2                             # all others: two free numbers a layer
 
     def __init__(self, config):
         super().__init__(config)
-        trained, start, self.rule = VARIANTS[config.variant]
-        for name, value in start(config).items():
-            value = value.clone()
+        L, one = config.n_layer, torch.ones(config.n_layer)
+        target = torch.tensor([not config.targets or n in config.targets for n in range(L)])
+        start = {
+            "identity": dict(lam1=one / 2, lam2=one / 2),       # fixed
+            "sparse": dict(lam1=config.constant * target,       # fixed: a strong V_1 in the target layers alone
+                           lam2=torch.where(target, config.self_weight, 1.0)),
+            "svformer": dict(lam1=one, lam2=0 * one),           # fixed: V_1 alone; layers above the source have no W^V
+            "zero": dict(lam1=0 * one),                         # trained: starts as the baseline, bit for bit
+            "convex": dict(lam1=one / 2),                       # trained
+            "learnable": dict(lam1=one / 2, lam2=one / 2),      # trained
+            "learnable_plus": dict(z=0 * one, s=torch.tensor(float(L)), lam2=one / 2),       # trained: lam1 starts at 1
+        }[config.variant]
+        trained = config.variant in TRAINED and config.source < L - 1        # with no layer above, nothing would learn
+        for name, value in start.items():
             self.register_parameter(name, nn.Parameter(value)) if trained else self.register_buffer(name, value)
-        self.names = list(start(config))
 
-    def weights(self):
-        """(lam1, lam2), (L,) each, from the variant's numbers."""
-        return self.rule(*(getattr(self, name) for name in self.names))
+    # ------------------------------------------------------------------------------------------------ bookkeeping
 
     def make_block(self, config, n):
-        shared = config.variant == "svformer" and n > config.source
-        return SharedValueBlock(config, n) if shared else Block(config, n)
+        return SharedValueBlock(config, n) if has_no_values(config, n) else Block(config, n)
 
     @staticmethod
     def cache_slots(config):
-        """(key slots, value slots): from the source layer up, SVFormer writes one value slot."""
-        return config.n_layer, config.source + 1 if config.variant == "svformer" else config.n_layer
+        values = [n for n in range(config.n_layer) if not has_no_values(config, n)]
+        return config.n_layer, len(values)
 
 
 class SharedValueBlock(Block):
-    """A block of SVFormer above the source layer: no W^V. Its own share of the mix, 0 times V_n, is 0."""
+    """A block of SVFormer above the source layer: no W^V. Its own values have weight 0, so 0 stands for them."""
 
     def __init__(self, config, n):
         super().__init__(config, n)
@@ -85,6 +91,13 @@ class SharedValueBlock(Block):
 
     def v(self, h):
         return 0.0
+
+
+def has_no_values(config, n):
+    return config.variant == "svformer" and n > config.source
+
+
+FIXED, TRAINED = ("identity", "sparse", "svformer"), ("zero", "convex", "learnable", "learnable_plus")
 
 
 @dataclass
@@ -97,51 +110,23 @@ class ValueResidualConfig(GPTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.variant not in VARIANTS:
-            raise ValueError(f"variant={self.variant!r}: choose one of {', '.join(VARIANTS)}")
-        if not 0 <= self.source < self.n_layer:
-            raise ValueError(f"source={self.source}: give a code layer from 0 to {self.n_layer - 1}")
+        self.require_one_of("variant", FIXED + TRAINED)
+        self.require("source", 0 <= self.source < self.n_layer, f"give a code layer from 0 to {self.n_layer - 1}")
         for name in ("targets", "constant", "self_weight"):
-            if self.variant != "sparse" and getattr(self, name) != getattr(ValueResidualConfig, name):
-                raise ValueError(f"{name}={getattr(self, name)} has no effect on variant={self.variant}: "
-                                 f"leave it out, or give variant=sparse")
-        if not all(self.source < n < self.n_layer for n in self.targets):
-            raise ValueError(f"targets={self.targets}: give code layers above source={self.source} "
-                             f"and below n_layer={self.n_layer}")
-
-
-def each(config, value):
-    return torch.full((config.n_layer,), value)
-
-
-def chosen(config, on, off):
-    """(L,): `on` in the target layers, `off` in the others."""
-    return torch.tensor([on if not config.targets or n in config.targets else off for n in range(config.n_layer)])
-
-
-VARIANTS = {   # name: (trained?, the numbers at the start, how (lam1, lam2) come from them)
-    "identity":       (False, lambda c: dict(lam1=each(c, 0.5), lam2=each(c, 0.5)), lambda lam1, lam2: (lam1, lam2)),
-    "sparse":         (False, lambda c: dict(lam1=chosen(c, c.constant, 0.0), lam2=chosen(c, c.self_weight, 1.0)),
-                       lambda lam1, lam2: (lam1, lam2)),
-    "svformer":       (False, lambda c: dict(lam1=each(c, 1.0), lam2=each(c, 0.0)), lambda lam1, lam2: (lam1, lam2)),
-    "zero":           (True, lambda c: dict(lam1=each(c, 0.0)), lambda lam1: (lam1, torch.ones_like(lam1))),
-    "convex":         (True, lambda c: dict(lam1=each(c, 0.5)), lambda lam1: (lam1, 1 - lam1)),
-    "learnable":      (True, lambda c: dict(lam1=each(c, 0.5), lam2=each(c, 0.5)), lambda lam1, lam2: (lam1, lam2)),
-    "learnable_plus": (True, lambda c: dict(z=each(c, 0.0), s=torch.tensor(float(c.n_layer)), lam2=each(c, 0.5)),
-                       lambda z, s, lam2: (s * z.softmax(dim=0), lam2)),
-}
+            unset = getattr(self, name) == getattr(ValueResidualConfig, name)
+            self.require(name, unset or self.variant == "sparse", "only variant=sparse reads it: leave it out")
+        self.require("targets", all(self.source < n < self.n_layer for n in self.targets),
+                     f"give code layers above source={self.source} and below n_layer={self.n_layer}")
 
 
 def flops_per_token(config, T):
-    """As model.flops_per_token, plus the mix: three FLOPs for each value above the source layer. SVFormer has no mix, and
-    no value projection there."""
-    flops, width = model.flops_per_token(config, T), config.n_kv_head * config.head_dim
+    """As model.flops_per_token, plus the mix: three FLOPs for each value above the source. SVFormer has no mix there,
+    and no value projection."""
+    width = config.n_kv_head * config.head_dim
     per_layer = -2 * config.n_embd * width if config.variant == "svformer" else 3 * width
-    extra = (config.n_layer - 1 - config.source) * per_layer
-    return flops | dict(train=flops["train"] + 3 * extra, prefill=flops["prefill"] + extra,
-                        decode=flops["decode"] + extra)
+    return model.plus(model.flops_per_token(config, T), (config.n_layer - 1 - config.source) * per_layer)
 
 
 if __name__ == "__main__":
     from tools.prove import main
-    main("value_residual")
+    main({"value_residual": (ValueResidualConfig, ValueResidual)})
