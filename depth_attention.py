@@ -1,44 +1,22 @@
 """
 Depth-Attention: before a layer attends over the sequence, its query attends over earlier layers and mixes their values.
 
-The value that a token offers at layer l is made from that layer's input alone. Here the token first looks down its own
-column: its query is compared with the keys that it had in earlier layers and in this one, and the softmax weights mix
-the values of those layers. The mixed value takes the place of v in the ordinary attention that follows, in the cache,
-and as a source for later layers. Keys are never mixed, no other token is read, and no parameter is added.
+The value that a token offers in layer n is made from that layer's input alone. Here the token first looks down its own
+column: its query meets the keys that it had in earlier layers and in this one, and softmax weights mix the values of
+those layers. The mixed value takes the place of v: in attention, in the cache, and as a source for later layers.
 
-    Depth-Attention, arXiv 2606.05014
+    Zeng et al., Depth-Attention: Cross-Layer Value Mixing for Language Models, arXiv 2606.05014
 
-    symbol                                here
-    q_l, k_l after RoPE                   q, k              (B, H, T, d), (B, Hkv, T, d)    layers count from 0
-    v_l                                   v, before the mix (B, Hkv, T, d)
-    S(l), the sources of layer l          sources(l, stride, recent)
-    qbar, mean query of a KV head         q in depth_mix    (B, Hkv, T, d)
-    e_{l,j} = <qbar, k_j> / sqrt(d)       e                 (n, B, Hkv, T): n candidates, the sources and l itself
-    a_{l,j}, their softmax                a                 (n, B, Hkv, T)
-    vt_l = sum_j a_{l,j} vt_j             v, after the mix  (B, Hkv, T, d); vt_0 = v_0; at j = l the layer's own v_l
+    symbol                                   here, n a code layer
+    q_n, k_n after RoPE                      q, k                     (B, H, T, d), (B, Hkv, T, d)
+    v_n                                      v before the mix         (B, Hkv, T, d)
+    S(n), the source layers of layer n       sources(n, stride, recent)
+    qbar_n, mean query of a KV head          q in depth_mix           (B, Hkv, T, d)
+    a_{n,j}, softmax of <qbar_n, k_j>        a                        (m, B, Hkv, T), m candidates: S(n), and n itself
+    vt_n = sum_j a_{n,j} vt_j                v after the mix          (B, Hkv, T, d); at j = n the layer's own v_n
 
-Cost: no parameter, no cache beyond the baseline's. 4 n Hkv d + H d FLOPs per token and layer: 0.009 % and 0.006 % of a
-forward pass at the 1.5B and 3B dimensions with stride L/2. The paper's "under 0.01 %" leaves only that reading: all
-layers as sources would be 0.067 %, one mix for each query head 0.026 %. What it costs is memory traffic: each source's
-key and value are read again. A forward holds k and vt of the tokens at hand, once; in training they are kept anyway.
-
-What breaks without each part: with v_j for vt_j the sources are not what the cache holds. Averaging the softmax weights
-of a group's heads instead of their queries is another function. With a norm after RoPE instead of before it, rotations
-no longer cancel in <q, k_j> and the weights depend on the position. A mixed value is final once written: mixed again
-after reading the cache, with the query of a later token, decoding no longer equals the full forward. The model does not
-start as the baseline (each of n candidates weighs about 1/n at first); stride=0 is the baseline, bit for bit.
-
-What a laptop can show: with 6 layers and stride L/2 the sources are layers 0 and 3, nearly a value residual with a gate
-for each token and head. The smallest published model has 360M parameters: a null result here contradicts nothing.
-
-Where paper, release and this file differ. Only the abstract was at hand, so the formulas follow a first author's code
-(hyq718/Depth-Attention). It norms queries before RoPE and keys after it; here both before. From a cache it mixes past
-values anew with the newest query, and masks so that only position 0 is seen; here the cache holds vt and is exact.
-
-Looped: a prelude, a stretch of layers run R times with the same weights, a coda. The abstract says that gains extend to
-looped models; no code or text of that was available, so it is this project's choice: a layer's sources are the same
-layer in earlier rounds, whose keys live in one space. Where a round changes nothing, neither does the mix. It has as
-many cache slots as steps; the gradient runs through all rounds; the number of rounds may be changed in a trained model.
+Cost: no parameter, and the baseline's cache. 4 m Hkv d + H d FLOPs per token and layer, under 0.01 % of a forward at
+the paper's sizes with stride L/2; it is memory traffic that costs. Paper against release: docs/errata.md.
 """
 from dataclasses import dataclass, replace
 
@@ -46,85 +24,102 @@ import torch
 
 import kernels
 import model
-from model import GPT, GPTConfig, attend
+from model import GPT, GPTConfig
 
 
-def sources(l, stride, recent):
-    """S(l): of the layers below l those on the stride (0: none), and the last `recent` ones."""
-    return [j for j in range(l) if stride and j % stride == 0 or j >= l - recent]
+def sources(n, stride, recent):
+    """S(n): of the layers below n, every stride-th from 0 on (stride 0: none), and the last `recent` ones."""
+    return [j for j in range(n) if stride and j % stride == 0 or j >= n - recent]
 
 
 def depth_mix(q, candidates):
-    """q (B, H, T, d), candidates [(k_j, vt_j)] (B, Hkv, T, d) each -> vt (B, Hkv, T, d), weights (n, B, Hkv, T)."""
-    q = q.unflatten(1, (candidates[0][0].size(1), -1)).mean(dim=2)       # qbar: one depth query for each KV head
-    e = torch.stack([(q * k).sum(dim=-1) for k, _ in candidates]) / q.size(-1) ** 0.5
-    a = e.softmax(dim=0)                                                 # over layers, in fp32 as q and k are
-    return sum(a_j[..., None] * v for a_j, (_, v) in zip(a, candidates)).type_as(candidates[-1][1]), a
+    """q (B, H, T, d), candidates [(k_j, vt_j)], (B, Hkv, T, d) each -> vt (B, Hkv, T, d), a (m, B, Hkv, T)."""
+    q = q.unflatten(1, (candidates[0][0].size(1), -1)).mean(dim=2)           # qbar: one depth query for each KV head
+    e = [(q * k_j).sum(dim=-1) / q.size(-1) ** 0.5 for k_j, _ in candidates]     # one position: rotations cancel here
+    a = torch.stack(e).softmax(dim=0)                           # over layers
+    mixed = 0
+    for a_j, (_, vt_j) in zip(a, candidates):
+        mixed = mixed + a_j[..., None] * vt_j                   # vt_j, not v_j: as the cache holds it
+    return mixed.type_as(vt_j), a
 
 
 class DepthAttention(GPT):
     def layers(self, x, rope, cache=None):
-        depth = []                                                       # (k_j, vt_j) of these tokens, j < l
-        for l, block in enumerate(self.blocks):
+        depth = []                                              # (k_j, vt_j) of these tokens, for every layer so far
+        for n, block in enumerate(self.blocks):
             q, k, v = block.qkv(x, rope)
-            below = [depth[j] for j in sources(l, self.config.stride, self.config.recent)]
-            v, a = self.mix(q, below + [(k, v)])                         # vt_l
+            candidates = [depth[j] for j in self.sources(n)] + [(k, v)]
+            v = self.mix(n, q, candidates)                      # vt_n: final, since it depends on this token alone
             depth.append((k, v))
-            self.record(l, x=x[None], q=q, k=k, v=v, weights=a.permute(1, 3, 2, 0)[:, :, None])
-            x = block.finish(x, attend(q, k, v, cache, l))
+            x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
 
-    def mix(self, q, candidates):
+    def sources(self, n):
+        return sources(n, self.config.stride, self.config.recent)
+
+    def mix(self, n, q, candidates):
+        v, a = self.depth_mix(q, candidates)
+        self.record(n, weights=a.permute(1, 3, 2, 0)[:, :, None])            # (B, T, 1, Hkv, m)
+        return v
+
+    def depth_mix(self, q, candidates):
         return depth_mix(q, candidates)
 
     def compile_pieces(self):
         super().compile_pieces()
-        kernels.replace_method(self, "mix", lambda self, q, candidates: kernels.depth_mix(q, candidates))
+        kernels.replace_method(self, "depth_mix", lambda self, q, candidates: kernels.depth_mix(q, candidates))
 
     @staticmethod
     def cache_slots(config):
-        """(key slots, value slots): one for each step; vt in the place of v."""
+        """(key slots, value slots): one for each step."""
         return len(config.steps), len(config.steps)
 
 
 @dataclass
 class DepthAttentionConfig(GPTConfig):
     stride: int | None = None          # every stride-th layer from 0 on is a source (default: n_layer // 2; 0: none)
-    recent: int = 0                    # so many layers right below are sources too
+    recent: int = 0                    # the last `recent` layers below are sources too
 
     def __post_init__(self):
         super().__post_init__()
         if self.stride is None:
             self.stride = max(1, self.n_layer // 2)
         for name in ("stride", "recent"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: give a whole number of at least 0")
+            self.require(name, getattr(self, name) >= 0, "give a whole number of at least 0")
 
     @property
     def steps(self):
         """[(layer, its number among the possible sources)], in the order of the run."""
-        return [(l, l) for l in range(self.n_layer)]
+        return [(n, n) for n in range(self.n_layer)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Looped: a prelude, a stretch of layers that run several times with the same weights, a coda
+#
+# A layer's sources are the same layer in earlier rounds, whose keys live in one space. If a round is a fixed point, all
+# its values are equal and mixing is the identity. The paper reports gains for looped models, but not how they choose
+# their sources: this choice is ours.
 
 
 class LoopedDepthAttention(DepthAttention):
     def layers(self, x, rope, cache=None):
         depth = {}
-        for i, (l, r) in enumerate(self.config.steps):                   # step i: layer l, in its round r
-            q, k, v = self.blocks[l].qkv(x, rope)
-            before = [depth[l, s] for s in sources(r, self.config.stride, self.config.recent)]
-            v, a = self.mix(q, before + [(k, v)])
-            depth[l, r] = k, v
-            self.record(i, x=x[None], q=q, k=k, v=v, weights=a.permute(1, 3, 2, 0)[:, :, None])
-            x = self.blocks[l].finish(x, attend(q, k, v, cache, i))
+        for i, (n, r) in enumerate(self.config.steps):          # step i: layer n in its round r
+            block = self.blocks[n]
+            q, k, v = block.qkv(x, rope)
+            candidates = [depth[n, s] for s in self.sources(r)] + [(k, v)]
+            v = self.mix(i, q, candidates)
+            depth[n, r] = k, v
+            x = block.finish(x, self.attend(i, q, k, v, cache))
         return x
 
 
 @dataclass
 class LoopedConfig(DepthAttentionConfig):
     stride: int = 1                    # every stride-th earlier round is a source (0: none, the plain looped model)
-    recent: int = 0                    # so many rounds right before are sources too
+    recent: int = 0                    # the last `recent` rounds before are sources too
     prelude: int | None = None         # layers run once, before the loop (default: 1, or 0 with fewer than 3 layers)
     coda: int | None = None            # layers run once, after it (default: likewise); those between are the loop
     rounds: int = 2                    # how often the loop runs; no weight depends on it
@@ -135,29 +130,27 @@ class LoopedConfig(DepthAttentionConfig):
             if getattr(self, name) is None:
                 setattr(self, name, int(self.n_layer > 2))
         for name, least in (("prelude", 0), ("coda", 0), ("rounds", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: give a whole number of at least {least}")
-        if self.prelude + self.coda >= self.n_layer:
-            raise ValueError(f"prelude={self.prelude} and coda={self.coda} leave no layer of n_layer={self.n_layer} to "
-                             f"the loop: give more layers, or a shorter prelude and coda")
+            self.require(name, getattr(self, name) >= least, f"give a whole number of at least {least}")
+        self.require("prelude", self.prelude + self.coda < self.n_layer,
+                     f"with coda={self.coda} it leaves no layer of n_layer={self.n_layer} to the loop: shorten one of them")
 
     @property
     def steps(self):
+        """[(layer, round)], in the order of the run."""
         loop = range(self.prelude, self.n_layer - self.coda)
-        return ([(l, 0) for l in range(loop.start)] + [(l, r) for r in range(self.rounds) for l in loop]
-                + [(l, 0) for l in range(loop.stop, self.n_layer)])
+        return ([(n, 0) for n in range(loop.start)] + [(n, r) for r in range(self.rounds) for n in loop]
+                + [(n, 0) for n in range(loop.stop, self.n_layer)])
 
 
 def flops_per_token(config, T):
     """As model.flops_per_token, a looped layer once for each round, plus the mix wherever there is a source: scores and
     mixed values, 2 Hkv d for each candidate, and the mean query."""
     flops = model.flops_per_token(replace(config, n_layer=len(config.steps)), T)
-    n = [1 + len(sources(number, config.stride, config.recent)) for _, number in config.steps]
-    extra = sum(4 * m * config.n_kv_head * config.head_dim + config.n_head * config.head_dim for m in n if m > 1)
-    return flops | dict(train=flops["train"] + 3 * extra, prefill=flops["prefill"] + extra,
-                        decode=flops["decode"] + extra)
+    candidates = [1 + len(sources(number, config.stride, config.recent)) for _, number in config.steps]
+    return model.plus(flops, sum(4 * m * config.n_kv_head * config.head_dim + config.n_head * config.head_dim
+                                 for m in candidates if m > 1))
 
 
 if __name__ == "__main__":
     from tools.prove import main
-    main("depth_attention", "looped")                                    # --model=looped for the second
+    main({"depth_attention": (DepthAttentionConfig, DepthAttention), "looped": (LoopedConfig, LoopedDepthAttention)})
