@@ -1,4 +1,5 @@
 """What every model of the registry promises, whatever it does between its layers."""
+import io
 import itertools
 import sys
 
@@ -178,3 +179,32 @@ def test_under_bf16_autocast_it_trains(arm):
     loss.backward()
     assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
     assert loss.item() == pytest.approx(model(ids(2, 20), ids(2, 20, seed=2)).item(), rel=0.05)
+
+
+@arms
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_computes_and_decodes_in_it(arm, dtype):
+    model, idx = make(arm), ids(2, 20)
+    expected = model(idx)
+    model.to(dtype)
+    cache = model.new_cache(2)
+    parts = torch.cat([model(piece, cache=cache) for piece in idx.split([7, 1, 12], dim=1)], dim=1)
+    assert parts.dtype == cache.k.dtype == dtype
+    for logits in (parts, model(idx)):
+        assert (logits - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@arms
+def test_a_pickled_model_is_the_same_model(arm):
+    model, file, idx = make(arm), io.BytesIO(), ids(2, 20)
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(idx), model(idx))
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager_for_every_model_and_no_piece_falls_back(monkeypatch):
+    """Past the recompile limit PyTorch runs a piece uncompiled, with no more than a warning: here that is an error."""
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    for arm in ARMS:
+        assert_compiled_equals_eager(make(arm), ids(2, 20))

@@ -1,4 +1,4 @@
-"""Depth-Attention against its properties: D1..D18 and P1..P4 are the items of a checklist that was made from them."""
+"""Depth-Attention and its looped form: the mix by hand, sources, what the cache holds, costs, the fused mix."""
 import dataclasses
 
 import pytest
@@ -9,7 +9,7 @@ import depth_attention
 import kernels
 import model as baseline
 from depth_attention import DepthAttentionConfig, depth_mix, flops_per_token, sources
-from model import GPTConfig, attend, rotary, rotate
+from model import GPTConfig, causal_attention, rotary, rotate
 from tools.prove import loop_diff
 from train import build
 from tests.test_contract import SMALL, assert_compiled_equals_eager, ids, make as make_arm
@@ -65,7 +65,7 @@ def by_hand(q, candidates):
 
 @pytest.mark.parametrize("H, Hkv", [(4, 4), (4, 2), (8, 2), (4, 1)])
 def test_the_mix_by_hand(H, Hkv):
-    """D3, D4: groups of 1, 2 and 4, and one key head for all."""
+    """groups of 1, 2 and 4, and one key head for all."""
     q, candidates = qkv(H=H, Hkv=Hkv)
     vt, a = depth_mix(q, candidates)
     torch.testing.assert_close((vt, a), by_hand(q, candidates))
@@ -76,7 +76,6 @@ def test_the_mix_by_hand(H, Hkv):
 
 
 def test_the_mean_of_queries_is_the_mean_of_scores_and_not_of_softmaxes():
-    """D5"""
     q, candidates = qkv()
     scores = torch.stack([(q * k.repeat_interleave(2, 1)).sum(-1) for k, _ in candidates]) / 8 ** 0.5  # per query head
     _, a = depth_mix(q, candidates)
@@ -84,15 +83,7 @@ def test_the_mean_of_queries_is_the_mean_of_scores_and_not_of_softmaxes():
     assert (a - scores.softmax(0).unflatten(2, (2, 2)).mean(3)).abs().max() > 0.01
 
 
-def test_opposite_queries_of_a_group_weigh_all_layers_alike():
-    """D6"""
-    q, candidates = qkv()
-    q = torch.stack((q[:, 0], -q[:, 0], q[:, 1], -q[:, 1]), dim=1)
-    torch.testing.assert_close(depth_mix(q, candidates)[1], torch.full((3, 2, 2, 5), 1 / 3, dtype=torch.float64))
-
-
 def test_equal_values_stay_and_extreme_scores_choose():
-    """D14"""
     q, candidates = qkv(dtype=torch.float32)
     v = candidates[0][1]
     torch.testing.assert_close(depth_mix(q, [(k, v) for k, _ in candidates])[0], v)
@@ -103,7 +94,6 @@ def test_equal_values_stay_and_extreme_scores_choose():
 
 
 def test_the_softmax_is_in_fp32_and_the_value_keeps_its_dtype_under_autocast():
-    """D14"""
     model = make().train()
     seen = []
 
@@ -111,14 +101,13 @@ def test_the_softmax_is_in_fp32_and_the_value_keeps_its_dtype_under_autocast():
         vt, a = depth_mix(q, candidates)
         seen.append((a.dtype, vt.dtype, candidates[-1][1].dtype))
         return vt, a
-    model.mix = spy
+    model.depth_mix = spy
     with torch.autocast("cpu", torch.bfloat16):
         model(ids(2, 20), ids(2, 20))
     assert seen == [(torch.float32, torch.bfloat16, torch.bfloat16)] * 4
 
 
 def test_gradients_of_the_mix_by_finite_differences():
-    """D13"""
     q, candidates = qkv(T=2, d=4)
     flat = [t for pair in candidates for t in pair]
     assert torch.autograd.gradcheck(lambda q, *flat: depth_mix(q, list(zip(flat[::2], flat[1::2])))[0], (q, *flat))
@@ -128,7 +117,6 @@ def test_gradients_of_the_mix_by_finite_differences():
 
 
 def test_sources():
-    """D3"""
     assert [sources(l, 3, 0) for l in range(7)] == [[], [0], [0], [0], [0, 3], [0, 3], [0, 3]]
     assert [sources(l, 2, 2) for l in range(6)] == [[], [0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 2, 3, 4]]
     assert sources(5, 1, 0) == sources(5, 1, 3) == [0, 1, 2, 3, 4]
@@ -141,7 +129,7 @@ def test_sources():
 
 
 def test_no_source_is_the_baseline_bit_for_bit():
-    """D1, P1: stride=0, and the looped model in one round, with the same parameters as with sources."""
+    """stride=0, and the looped model in one round, with the same parameters as with sources."""
     idx = ids(2, 20)
     for off, on in ((make(stride=0), make()), (looped(rounds=1), looped(rounds=3))):
         assert torch.equal(off(idx), plain(off)(idx)) and not torch.equal(on(idx), plain(on)(idx))
@@ -151,7 +139,6 @@ def test_no_source_is_the_baseline_bit_for_bit():
 
 
 def test_layer_0_is_an_ordinary_layer():
-    """D2"""
     (_, ours), (_, base) = traced(make(stride=1), ids(2, 20)), traced(plain(make()), ids(2, 20))
     assert torch.equal(ours["v"][0], base["v"][0]) and torch.equal(ours["x"][1], base["x"][1])
     assert not torch.equal(ours["v"][1], base["v"][1]) and not torch.equal(ours["x"][2], base["x"][2])
@@ -164,30 +151,18 @@ def loop(model, idx, mixed_sources=True):
         q, k, v = block.qkv(x, rope)
         vt, _ = depth_mix(q, [depth[j] for j in range(l) if j % model.config.stride == 0] + [(k, v)])
         depth[l] = k, vt if mixed_sources else v
-        x = block.finish(x, attend(q, k, vt))
+        x = block.finish(x, causal_attention(q, k, vt))
     return model.head(model.norm(x))
 
 
 def test_sources_are_mixed_values():
-    """D12"""
     model, idx = make(stride=1), ids(2, 20)
     torch.testing.assert_close(model(idx), loop(model, idx))
     assert (model(idx) - loop(model, idx, mixed_sources=False)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("stride", [1, 2, 3, 6])
-@pytest.mark.parametrize("pieces", [[20], [1] * 20, [7, 1, 12]])
-def test_decoding_is_exact(stride, pieces):
-    """D7, D17: in pieces longer than one token too, where the causal mask does not start at the top left corner."""
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
-        model, idx = make(n_layer=6, stride=stride).to(dtype), ids(2, 20)
-        cache = model.new_cache(2)
-        parts = torch.cat([model(piece, cache=cache) for piece in idx.split(pieces, dim=1)], dim=1)
-        assert (parts - model(idx)).abs().max() < tolerance
-
-
 def test_mixing_the_cached_past_anew_is_another_model():
-    """D7: the release's order. Raw values are cached, and all of them mixed with the newest token's query."""
+    """the release's order. Raw values are cached, and all of them mixed with the newest token's query."""
     model, idx = make(stride=1).double(), ids(1, 20)
     past = [([], []) for _ in model.blocks]
     rows = []
@@ -200,14 +175,13 @@ def test_mixing_the_cached_past_anew_is_another_model():
             k, v = torch.cat(keys, dim=2), torch.cat(values, dim=2)
             v, _ = depth_mix(q.expand(-1, -1, t + 1, -1), depth + [(k, v)])
             depth.append((k, v))
-            x = block.finish(x, attend(q, k, v))
+            x = block.finish(x, causal_attention(q, k, v))
         rows.append(model.head(model.norm(x)))
     wrong = (torch.cat(rows, dim=1) - model(idx)).abs().amax(dim=(0, 2))
     assert wrong[0] < 1e-10 and wrong[1:].min() > 1e-4
 
 
 def test_the_cache_is_the_baselines_and_holds_mixed_values_and_plain_keys():
-    """D8"""
     model, idx = make(stride=1).double(), ids(2, 20)
     cache, base = model.new_cache(2), plain(model).new_cache(2)
     assert (cache.k.shape, cache.v.shape) == (base.k.shape, base.v.shape)
@@ -222,21 +196,8 @@ def test_the_cache_is_the_baselines_and_holds_mixed_values_and_plain_keys():
         assert torch.allclose(cache.v[l, :, :, :20], v) == (l == 0)
 
 
-def test_appending_and_changing_a_token_leave_the_past_alone():
-    """D9, D10"""
-    model, idx = make(stride=1), ids(1, 20)
-    cache = model.new_cache(1)
-    model(idx[:, :12], cache=cache)
-    before = cache.k[:, :, :, :12].clone(), cache.v[:, :, :, :12].clone()
-    model(idx[:, 12:], cache=cache)
-    assert torch.equal(cache.k[:, :, :, :12], before[0]) and torch.equal(cache.v[:, :, :, :12], before[1])
-    x = model.embed(idx).detach().requires_grad_()
-    gradient, = torch.autograd.grad(model.layers(x, model.rope(torch.arange(20)))[0, 11].sum(), x)
-    assert gradient[0, 12:].eq(0).all() and gradient[0, :12].abs().sum(-1).gt(0).all()
-
-
 def test_weights_do_not_depend_on_the_position_of_a_lone_token():
-    """D11; and they do when the norm of the keys, with its gains, stands behind RoPE."""
+    """and they do when the norm of the keys, with its gains, stands behind RoPE."""
     def move(model):
         def weights(position):
             model.trace = {}
@@ -251,17 +212,8 @@ def test_weights_do_not_depend_on_the_position_of_a_lone_token():
     assert move(model) > 1e-4
 
 
-def test_padding_behind_and_other_rows_change_no_score():
-    """D16"""
-    model, idx = make().double(), ids(3, 20)
-    alone = torch.cat([model(row[None]) for row in idx])
-    assert (model(idx) - alone).abs().max() < 1e-12
-    padded = torch.cat((idx[:, :13], torch.zeros(3, 7, dtype=torch.long)), dim=1)
-    assert (model(padded)[:, :13] - model(idx[:, :13])).abs().max() < 1e-12
-
-
 def test_it_survives_activation_checkpointing_and_two_backwards():
-    """D18: the sources are handed on, not stored: a piece may run again in the backward, and nothing is left behind."""
+    """the sources are handed on, not stored: a piece may run again in the backward, and nothing is left behind."""
     model, idx = make(stride=1).train(), ids(2, 20)
     held = set(vars(model)), [set(vars(block)) for block in model.blocks]
     model(idx, idx).backward()
@@ -271,7 +223,7 @@ def test_it_survives_activation_checkpointing_and_two_backwards():
     for block in model.blocks:
         block.qkv = lambda x, rope, block=block: checkpoint(type(block).qkv, block, x, rope, use_reentrant=False)
         block.finish = lambda x, u, block=block: checkpoint(type(block).finish, block, x, u, use_reentrant=False)
-    model.mix = lambda q, candidates: checkpoint(depth_mix, q, candidates, use_reentrant=False)
+    model.depth_mix = lambda q, candidates: checkpoint(depth_mix, q, candidates, use_reentrant=False)
     model(idx, idx).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name])
@@ -284,7 +236,7 @@ def test_the_difference_is_a_few_lines():
 
 
 @pytest.mark.parametrize("bad, sentence", [(dict(stride=-1), "stride=-1"), (dict(recent=-2), "recent=-2"),
-                                           (dict(prelude=2, coda=2), "leave no layer"), (dict(rounds=0), "at least 1")])
+                                           (dict(prelude=2, coda=2), "leaves no layer"), (dict(rounds=0), "at least 1")])
 def test_bad_settings_are_refused_with_a_sentence(bad, sentence):
     with pytest.raises(ValueError, match=sentence):
         (looped if {"prelude", "rounds"} & set(bad) else make)(**bad)
@@ -317,7 +269,6 @@ def percent(size, stride, per_query_head=False):
     (1, True, 0.260, 0.172), (1, False, 0.067, 0.045), (24, True, 0.026, 0.017), (4, False, 0.022, 0.014),
     (8, False, 0.014, 0.0094), (16, False, 0.0103, 0.0068)])
 def test_the_claim_on_flops_leaves_one_reading(stride, per_query_head, of_1_5B, of_3B):
-    """D15"""
     for size, expected in (("1.5B", of_1_5B), ("3B", of_3B)):
         decimals = len(str(expected).split(".")[1]) if expected != 0.009 and expected != 0.006 else 4
         assert round(percent(size, stride, per_query_head), decimals) == expected
@@ -342,12 +293,12 @@ def test_the_loop_by_hand():
     for l in (0, 1, 2, 1, 2, 1, 2, 3, 4):
         q, k, v = model.blocks[l].qkv(x, rope)
         past[l].append((k, depth_mix(q, past[l] + [(k, v)])[0]))
-        x = model.blocks[l].finish(x, attend(q, *past[l][-1]))
+        x = model.blocks[l].finish(x, causal_attention(q, *past[l][-1]))
     torch.testing.assert_close(model(idx), model.head(model.norm(x)))
 
 
 def test_parameters_do_not_depend_on_the_rounds_and_slots_do():
-    """P1; and the rounds may be changed in a trained model."""
+    """and the rounds may be changed in a trained model."""
     two, four = looped(rounds=2), looped(rounds=4)
     assert all(torch.equal(a, b) for a, b in zip(two.parameters(), four.parameters(), strict=True))
     assert two.cache_slots(two.config) == (6, 6) and four.cache_slots(four.config) == (10, 10)
@@ -362,12 +313,11 @@ def test_stride_0_is_the_plain_looped_model():
     x, rope = model.embed(idx), model.rope(torch.arange(20))
     for l in (0, 1, 2, 1, 2, 3):
         q, k, v = model.blocks[l].qkv(x, rope)
-        x = model.blocks[l].finish(x, attend(q, k, v))
+        x = model.blocks[l].finish(x, causal_attention(q, k, v))
     assert torch.equal(model(idx), model.head(model.norm(x)))
 
 
 def test_at_a_fixed_point_of_the_loop_the_mix_does_nothing():
-    """P2"""
     model = looped(rounds=4).double()
     for block in model.blocks[1:3]:                                        # layers of the loop that add nothing
         block.wo.weight.data.zero_()
@@ -379,18 +329,8 @@ def test_at_a_fixed_point_of_the_loop_the_mix_does_nothing():
             torch.testing.assert_close(trace["weights"][step], torch.full_like(trace["weights"][step], 1 / (r + 1)))
 
 
-@pytest.mark.parametrize("rounds", [2, 4])
-@pytest.mark.parametrize("pieces", [[1] * 20, [7, 1, 12]])
-def test_decoding_the_looped_model_is_exact(rounds, pieces):
-    """P3"""
-    model, idx = looped(n_layer=5, rounds=rounds).double(), ids(2, 20)
-    cache = model.new_cache(2)
-    parts = torch.cat([model(piece, cache=cache) for piece in idx.split(pieces, dim=1)], dim=1)
-    assert (parts - model(idx)).abs().max() < 1e-10
-
-
 def test_no_round_is_detached():
-    """P4: the loop is not truncated, so the gradient must run through every source, as finite differences say."""
+    """the loop is not truncated, so the gradient must run through every source, as finite differences say."""
     model, idx = looped(rounds=3).double(), ids(1, 6)
     rope = model.rope(torch.arange(6))
     x = model.embed(idx).detach().requires_grad_()
@@ -399,8 +339,8 @@ def test_no_round_is_detached():
     with torch.no_grad():
         up, down = (model.layers(x + s * 1e-5 * direction, rope).square().sum() for s in (1, -1))
     torch.testing.assert_close((gradient * direction).sum(), (up - down) / 2e-5, rtol=1e-6, atol=0)
-    mix, seen = model.mix, []
-    model.mix = lambda q, candidates: seen.append(candidates[:-1]) or mix(q, candidates)
+    mix, seen = model.depth_mix, []
+    model.depth_mix = lambda q, candidates: seen.append(candidates[:-1]) or mix(q, candidates)
     model.layers(x, rope)
     assert all(t.requires_grad for below in seen for pair in below for t in pair) and sum(map(len, seen)) == 2 * (1 + 2)
 
@@ -443,7 +383,6 @@ def test_the_fused_mix_as_it_is_written(n, monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_equals_eager_in_a_few_graphs_for_any_number_of_sources():
-    """D18"""
     torch._dynamo.reset()
     assert_fused_equals_plain(6)
     torch._dynamo.reset()
@@ -452,4 +391,4 @@ def test_compiled_equals_eager_in_a_few_graphs_for_any_number_of_sources():
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 3 + 1 + 5 + 5         # qkv, finish, loss; mean query; parts: 1 to 4 at first, then 4; and backward
     kernels.restore(model)
-    assert "mix" not in vars(model)
+    assert "depth_mix" not in vars(model)

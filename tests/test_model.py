@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from model import GPT, GPTConfig, RMSNorm, attend, attend_explicit, cross_entropy, flops_per_token, normal, rotary, rotate
+from model import (GPT, GPTConfig, RMSNorm, attention_weights, causal_attention, flops_per_token, normal, repeat_kv, rotary,
+                   rotate)
 
 SMALL = dict(vocab_size=70, block_size=24, n_layer=3, n_head=4, n_kv_head=2, n_embd=24, head_dim=8, d_ff=40)
 
@@ -29,28 +30,28 @@ def ids(*shape, vocab_size=70, seed=1):
 
 
 @pytest.mark.parametrize("Hkv", [1, 2, 4])
-def test_attend_is_the_explicit_softmax(Hkv):
+def test_causal_attention_moves_values_by_the_softmax(Hkv):
     q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, Hkv, 7, 8), torch.randn(2, Hkv, 7, 8)
-    torch.testing.assert_close(attend(q, k, v), attend_explicit(q, k, v))
+    torch.testing.assert_close(causal_attention(q, k, v), attention_weights(q, k) @ repeat_kv(v, q))
 
 
-def test_attend_by_hand():
+def test_causal_attention_by_hand():
     """Two tokens, one head: the second token weighs both values with softmax(q k / sqrt(d))."""
     q = torch.tensor([[[[1.0, 0.0], [0.0, 2.0]]]])
     k = torch.tensor([[[[1.0, 1.0], [0.0, 3.0]]]])
     v = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]])
     a = torch.tensor([2.0, 6.0]).div(math.sqrt(2)).softmax(0)
-    torch.testing.assert_close(attend(q, k, v), torch.stack((torch.tensor([1.0, 0.0]), a))[None, None])
+    torch.testing.assert_close(causal_attention(q, k, v), torch.stack((torch.tensor([1.0, 0.0]), a))[None, None])
 
 
 def test_new_tokens_read_the_whole_past_not_the_top_left_corner():
     """PyTorch lays is_causal from the top left: with 2 queries and 5 keys it would hide keys 2..4 from them."""
     model = make()
     cache, (q, k, v) = model.new_cache(1), (torch.randn(1, h, 5, 8) for h in (4, 2, 2))
-    whole = attend(q, k, v)
-    attend(q[:, :, :3], k[:, :, :3], v[:, :, :3], cache, 0)
+    whole = causal_attention(q, k, v)
+    model.attend(0, q[:, :, :3], k[:, :, :3], v[:, :, :3], cache)
     cache.length = 3
-    torch.testing.assert_close(attend(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], cache, 0), whole[:, :, 3:])
+    torch.testing.assert_close(model.attend(0, q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], cache), whole[:, :, 3:])
     trap = F.scaled_dot_product_attention(q[:, :, 3:], k, v, is_causal=True, enable_gqa=True)
     assert (trap - whole[:, :, 3:]).abs().max() > 0.1
 
@@ -71,11 +72,17 @@ def test_scores_depend_on_the_distance_alone():
     assert (score(3, 1) - score(3, 2)).abs() > 1e-3
 
 
-def test_rms_norm_is_torchs():
-    norm, x = RMSNorm(8, 1e-6), torch.randn(3, 8)
-    norm.weight.data = torch.randn(8)
-    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), norm.weight, 1e-6))
-    assert norm(x.bfloat16()).dtype == torch.float32                       # fp32 under autocast
+@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+def test_rms_norm_by_hand(shape):
+    """Large fp16 numbers too: their squares overflow fp16, so the mean must be taken in fp32."""
+    norm, x = RMSNorm(shape, 1e-6), torch.randn(3, 8)
+    norm.weight.data = torch.randn(shape)
+    by_hand = norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(norm(x), by_hand)
+    assert norm(x.bfloat16()).dtype == torch.float32                       # as under autocast, where gains are fp32
+    half = norm.half()(300 * x.half())
+    assert half.dtype == torch.float16
+    torch.testing.assert_close(half.float(), by_hand, rtol=5e-3, atol=5e-3)
 
 
 def test_qk_norm_makes_scores_blind_to_the_scale_of_the_projection():
@@ -88,23 +95,6 @@ def test_qk_norm_makes_scores_blind_to_the_scale_of_the_projection():
 
 
 # --------------------------------------------------------------------------------------------------- the whole model
-
-
-def test_a_later_token_changes_no_earlier_logit_bit_for_bit():
-    model, idx = make(), ids(2, 20)
-    other = idx.clone()
-    other[:, 12] = (other[:, 12] + 1) % 70
-    a, b = model(idx), model(other)
-    assert torch.equal(a[:, :12], b[:, :12]) and not torch.equal(a[:, 12:], b[:, 12:])
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-@pytest.mark.parametrize("pieces", [[20], [1] * 20, [7, 13], [19, 1], [3, 1, 1, 8, 7]])
-def test_cached_logits_are_the_full_forwards(pieces, dtype, tolerance):
-    model, idx = make().to(dtype), ids(2, 20)
-    cache = model.new_cache(2)
-    parts = torch.cat([model(piece, cache=cache) for piece in idx.split(pieces, dim=1)], dim=1)
-    assert cache.length == 20 and (parts - model(idx)).abs().max() < tolerance
 
 
 def test_a_full_cache_is_refused_with_a_sentence():
@@ -135,15 +125,6 @@ def test_the_loss_is_the_mean_over_targets_that_are_not_minus_one():
     torch.testing.assert_close(model(idx, targets), torch.stack(by_hand).mean())
 
 
-def test_tied_and_untied_heads():
-    tied, untied = make(), make(tie_embeddings=False)
-    extra = {name for name, _ in untied.named_parameters()} - {name for name, _ in tied.named_parameters()}
-    assert extra == {"unembed.weight"} and "unembed.weight" not in tied.state_dict()
-    for model in (tied, untied):
-        model(ids(2, 20), ids(2, 20)).backward()
-        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
 def test_dropout_acts_in_training_only():
     model, idx = make(dropout=0.5), ids(1, 20)
     assert torch.equal(model(idx), model(idx)) and torch.equal(model(idx), make()(idx))
@@ -158,7 +139,7 @@ def test_the_trace_holds_what_each_layer_reads():
     trace, model.trace = model.trace, None
     assert trace["x"][0].shape == (1, 2, 20, 24) and trace["q"][2].shape == (2, 4, 20, 8)
     assert trace["k"][1].shape == trace["v"][1].shape == (2, 2, 20, 8)
-    x = model.blocks[2].finish(trace["x"][2][0], attend_explicit(*(trace[name][2] for name in "qkv")))
+    x = model.blocks[2].finish(trace["x"][2][0], causal_attention(*(trace[name][2] for name in "qkv")))
     torch.testing.assert_close(model.head(model.norm(x)), logits)
     assert not trace["x"][2].requires_grad
 
@@ -190,7 +171,7 @@ def test_sampling_follows_its_generator_and_the_distribution():
     assert torch.equal(sample(1), sample(1)) and not torch.equal(sample(1), sample(2))
     assert torch.equal(sample(1, top_k=1), model.generate(prompt, 20, temperature=0))
     assert torch.equal(sample(1, top_k=1000), sample(1)) and torch.equal(sample(1, top_k=None), sample(1))
-    assert torch.equal(sample(1, temperature=1e-30), model.generate(prompt, 20, temperature=0))
+    assert torch.equal(sample(1, temperature=1e-39), model.generate(prompt, 20, temperature=0))
     p = (model(prompt)[0, -1] / 0.5).softmax(-1)
     batch = model.generate(prompt.expand(4000, 5), 1, temperature=0.5, generator=torch.Generator().manual_seed(3))[:, -1]
     seen = torch.bincount(batch, minlength=70) / 4000
@@ -220,14 +201,6 @@ def test_each_parameter_is_drawn_by_its_name_and_the_seed():
     assert all(norm.weight.eq(1).all() for norm in a.modules() if isinstance(norm, RMSNorm))
 
 
-def test_building_a_model_leaves_the_global_generator_alone():
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    GPT(GPTConfig(**SMALL))
-    assert torch.equal(torch.rand(1), expected)
-
-
 def test_matrices_and_embeddings_decay_and_gains_do_not():
     model = GPT(GPTConfig(**SMALL, tie_embeddings=False))
     decay, rest = model.param_groups()
@@ -238,9 +211,9 @@ def test_matrices_and_embeddings_decay_and_gains_do_not():
 
 
 @pytest.mark.parametrize("bad, sentence", [
-    (dict(n_head=4, n_kv_head=3), "n_head=4 is not a multiple of n_kv_head=3"),
-    (dict(n_head=4, n_kv_head=0), "not a multiple of n_kv_head=0"),
-    (dict(n_head=3, n_embd=16), "n_embd=16 is not a multiple of n_head=3"),
+    (dict(n_head=4, n_kv_head=3), "n_kv_head=3: n_head=4 is not a multiple of it"),
+    (dict(n_head=4, n_kv_head=0), "n_kv_head=0: n_head=4 is not a multiple"),
+    (dict(n_head=3, n_embd=16), "n_embd=16: it is not a multiple of n_head=3"),
     (dict(n_head=2, n_embd=6), "head_dim=3: the rotation turns pairs"),
     (dict(n_layer=0), "n_layer=0: give a whole number"),
     (dict(d_ff=0), "d_ff=0"),
@@ -290,7 +263,7 @@ def test_the_fused_loss_is_the_plain_one_with_its_gradients(few_rows, dtype):
     h, weight, targets = torch.randn(2, 5, 8, dtype=dtype), torch.randn(128, 8, dtype=dtype), ids(2, 5)
     targets[0, 1:4] = -1                                                   # a whole chunk of nothing but -1, too
     targets[1, 4] = -1
-    plain, fused = (loss_and_gradients(f, h, weight, targets, 2.5) for f in (cross_entropy, kernels.cross_entropy))
+    plain, fused = (loss_and_gradients(f, h, weight, targets, 2.5) for f in (GPT.loss, kernels.cross_entropy))
     for a, b in zip(plain, fused):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, check_dtype=False)
 
@@ -301,8 +274,8 @@ def test_the_fused_loss_under_autocast(few_rows):
     h, weight, targets = torch.randn(2, 5, 8), torch.randn(128, 8), ids(2, 5)
     targets[0, 1:4] = -1
     with torch.autocast("cpu", torch.bfloat16):
-        plain, fused = (loss_and_gradients(f, h, weight, targets) for f in (cross_entropy, kernels.cross_entropy))
-    for a, b, exact in zip(plain, fused, loss_and_gradients(cross_entropy, h, weight, targets)):
+        plain, fused = (loss_and_gradients(f, h, weight, targets) for f in (GPT.loss, kernels.cross_entropy))
+    for a, b, exact in zip(plain, fused, loss_and_gradients(GPT.loss, h, weight, targets)):
         assert b.dtype == torch.float32 and (b - exact).norm() <= 1.5 * (a - exact).norm() + 1e-6
 
 
@@ -328,7 +301,7 @@ def test_scaled_fp16_keeps_the_gradient_that_a_mean_would_round_away(monkeypatch
 def test_without_gradients_the_fused_loss_only_adds_up(few_rows):
     h, weight, targets = torch.randn(2, 5, 8), torch.randn(128, 8), ids(2, 5)
     with torch.no_grad():
-        torch.testing.assert_close(kernels.cross_entropy(h, weight, targets, 70), cross_entropy(h, weight, targets, 70))
+        torch.testing.assert_close(kernels.cross_entropy(h, weight, targets, 70), GPT.loss(h, weight, targets, 70))
 
 
 def test_the_fused_loss_accumulates_over_micro_steps(few_rows):
@@ -349,22 +322,6 @@ def test_restore_gives_the_plain_methods_back():
     model.compile_pieces()
     assert "qkv" in vars(model.blocks[0]) and model.loss is kernels.cross_entropy
     kernels.restore(model)
-    assert "qkv" not in vars(model.blocks[0]) and model.loss is cross_entropy
+    assert "qkv" not in vars(model.blocks[0]) and model.loss is GPT.loss
 
 
-@pytest.mark.slow
-def test_compiled_pieces_equal_eager_ones_in_one_graph_for_all_layers():
-    model, idx = make().train(), ids(2, 20)
-    plain = model(idx, idx)
-    plain.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    torch._dynamo.reset()                              # other tests may have compiled these pieces
-    torch._dynamo.utils.counters.clear()
-    model.compile_pieces()
-    loss = model(idx, idx)
-    loss.backward()
-    torch.testing.assert_close(loss, plain)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3     # qkv, finish, the loss: not one for each layer
