@@ -37,16 +37,19 @@ def causal_attention(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     elif T == 1:                                                # one new token: it sees everything
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    else:                                                       # a chunk behind a cache: the triangle ends bottom right
-        seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    else:                                                       # a chunk behind a cache: is_causal would start top left
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(T, S, q.device), enable_gqa=True)
+
+
+def causal_mask(T, S, device):
+    """(T, S), True where a query sees a key: a triangle that ends in the bottom right corner."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
 
 
 def attention_weights(q, k):
     """The matrix A (B, H, T, S) that causal_attention never shows: causal_attention(q, k, v) = A v."""
-    T, S = q.size(2), k.size(2)
     scores = q @ repeat_kv(k, q).transpose(-2, -1) / q.size(-1) ** 0.5       # (B, H, T, S)
-    seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    seen = causal_mask(q.size(2), k.size(2), q.device)
     return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
 
 
