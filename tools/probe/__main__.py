@@ -5,18 +5,11 @@ What happens inside trained models, measured on held-out text: `python -m tools.
     python -m tools.probe runs/a runs/b/last.pt --windows=32  several, side by side, on the same windows
     python -m tools.probe --grid                              who reads whom in the main models; needs no run
 
-Every question that the papers ask of a trained model is a function of a few tensors: the first part of this file. The
-tensors come from tools/inside.py; attention patterns are computed from the traced q and k, and must give what the
-model's own attention gave, or nothing is shown. Written are probe.json, with every number that is drawn, a picture for
-each question, and index.html (tools/figures.py).
+inside.py takes the tensors out of a model, measures.py asks the papers' questions of them, figures.py draws. Attention
+patterns are computed from the traced q and k; if they do not give what the model's own attention gave, nothing is
+shown. A run's folder `probe` then has index.html, a picture for each question, and every number in probe.json.
 
-    h, states[m]     depth m of the stream          (B, T, D)      m = 0 the embedding, m = n + 1 what layer n puts out
-    A                an attention pattern           (B, H, T, S)   S slots: the tokens, after a dummy if there is one
-    v                the values that A moves        (B, Hkv, S, d)
-    first            the first slot                 token 1 of a window, or WhiteMatter's dummy (variant=paper)
-
-ResFormer: Zhou et al., arXiv 2410.17897; MUDD: Xiao et al., arXiv 2502.12170. Feedback models are read as they were
-trained to be, by the schedule of their configuration; what is traced is one more reading of the channels it leaves.
+Feedback models run by the schedule they were trained with.
 """
 import itertools
 import json
@@ -25,65 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import configs
 import data
 from mudd import MUDD
-from tools import figures
-from tools.inside import TABLES, attention, direct_reads, lambdas, look, own_value, seen_by, tables_of
+from tools.probe import figures
+from tools.probe.inside import TABLES, attention, direct_reads, lambdas, look, own_value, seen_by, tables_of
+from tools.probe.measures import (adjacent_cosine, first_mass, first_norm, importance_entropy, sink_rate, token_similarity,
+                                  uniform)
 from train import build, checked, load_checkpoint, newest_run, usable_device
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The questions, as functions
-
-
-def token_similarity(h):
-    """Over-smoothing (ResFormer): the mean of cos(h_i, h_j) over tokens i != j. h (B, T, D) -> scalar; 1: all alike."""
-    u, T = F.normalize(h, dim=-1), h.size(1)
-    cosines = u @ u.transpose(1, 2)                                      # (B, T, T)
-    return ((cosines.sum(dim=(1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(dim=1)) / (T * (T - 1))).mean()
-
-
-def adjacent_cosine(x, below):
-    """How little a layer changes what is read (MUDD): cos(x_t, below_t), mean over tokens. (..., B, T, D) -> (...)"""
-    return F.cosine_similarity(x, below, dim=-1).mean(dim=(-2, -1))
-
-
-def first_mass(A):
-    """Attention mass on the first slot: the mean of A[h, t, 1] over t >= 2. A (B, H, T, S) -> (H,)"""
-    return A[:, :, 1:, 0].mean(dim=(0, 2))
-
-
-def sink_rate(mass):
-    """Share of heads whose mass on the first slot is above .3, a convention. mass (..., H) -> (...)"""
-    return (mass > 0.3).double().mean(dim=-1)
-
-
-def first_norm(v):
-    """Value-state drain (ResFormer): |v_1| by the mean of |v_j|, j > 1, all heads as one. v (B, Hkv, S, d) -> scalar"""
-    norms = v.transpose(1, 2).flatten(2).norm(dim=-1)                    # (B, S)
-    return (norms[:, 0] / norms[:, 1:].mean(dim=1)).mean()
-
-
-def importance(A):
-    """a_j = sum_i of A_ij, mean over heads: what slot j is given by all tokens (ResFormer). (B, H, T, S) -> (B, S)"""
-    return A.mean(dim=1).sum(dim=1)
-
-
-def importance_entropy(A):
-    """-sum a' ln a' with a' = a / sum a: LOW means that few tokens get it all (ResFormer). (B, H, T, S) -> nats
-
-    Not to be held against ln S: early tokens are seen by more. Uniform causal attention has 5.818 at T = 512."""
-    a = importance(A)
-    return torch.special.entr(a / a.sum(dim=1, keepdim=True)).sum(dim=1).mean()
-
-
-def uniform(seen):
-    """The pattern that looks at all it may see alike, as a reference. seen (T, S) of bool -> (1, 1, T, S)"""
-    return (seen / seen.sum(dim=1, keepdim=True).clamp(min=1))[None, None]
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All of it, on a few windows
@@ -106,7 +50,9 @@ def measure(model, idx):
         rows["own"].append(A.new_tensor(torch.nan) if own is None else first_norm(own))
         rows["moved"].append(first_norm(trace["v"][n]))
         rows["error"].append(error)
-    x = torch.stack([trace["x"][n] for n in range(len(given))])          # (N, ways, B, T, D)
+    reads = [trace["x"][n] for n in range(len(given))]                   # (ways, B, T, D): one way, or q, k, v and the residual
+    ways = max(map(len, reads))
+    x = torch.stack([r if len(r) == ways else r[:1].expand(ways, *r.shape[1:]) for r in reads])      # (N, ways, B, T, D)
     numbers = {name: torch.stack(values) for name, values in rows.items()}
     return numbers | dict(similarity=torch.stack([token_similarity(h) for h in states]),
                           adjacent=adjacent_cosine(x[1:], x[:-1])), tables_of(model, trace, states)
@@ -160,7 +106,7 @@ def as_lists(value):
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings, runs and files
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MAIN_MODELS = ["gpt", "value_residual", "mudd", "depth_attention", "whitematter"]
 TINY = dict(vocab_size=64, block_size=8, n_layer=4, n_head=2, n_embd=32, d_ff=64)
 
