@@ -36,7 +36,7 @@ class FusedKV(GPT):
     """K^i = a_i K^1 + b_i K^n and V^i = c_i V^1 + e_i V^n in every layer i above the storage layers."""
 
     def layers(self, x, rope, cache=None):
-        x, *stored = self.lower(x, rope, cache)
+        x, *stored = self.lower(x, rope, cache)                 # stored: K^1, V^1, K^n, V^n
         return self.upper(x, rope, *stored)
 
     def lower(self, x, rope, cache):
@@ -51,13 +51,13 @@ class FusedKV(GPT):
 
     def upper(self, x, rope, k1, v1, kn, vn):
         for n, block in enumerate(self.blocks[self.config.n_storage:], self.config.n_storage):
-            q = block.query(x, rope)
-            k, v = block.fuse(k1, v1, kn, vn)
+            q = block.query(x, rope)                            # only the queries are made from this layer's input
+            k, v = block.fuse(k1, v1, kn, vn)                   # never from K^{i-1}: the cache would need it too
             x = block.finish(x, self.attend(n, q, k, v))
         return x
 
     def last_row(self, x, rope, cache=None):
-        """The last token's row, (B, 1, D). No layer reads keys or values of an upper layer, so only this token goes up."""
+        """The last token's row, (B, 1, D). No layer reads another token's upper half, so this token goes up alone."""
         x, *stored = self.lower(x, rope, cache)
         return self.upper(x[:, -1:], [table[-1:] for table in rope], *stored)
 
@@ -89,13 +89,13 @@ class FusedBlock(QueryBlock):
         a = torch.cat((self.a, self.a), dim=-1)                 # x[i] and x[i + d/2] are one rotary pair. With two
         b = torch.cat((self.b, self.b), dim=-1)                 # numbers for it the sum would be no rotated vector, and
         k = a * k1 + b * kn                                     # scores would depend on more than the distance
-        v = self.c * v1 + self.e * vn
+        v = self.c * v1 + self.e * vn                           # values are not rotated: each channel is free
         return k, v
 
     def __init__(self, config, n):
         super().__init__(config, n)
         heads, d = config.n_kv_head, config.head_dim
-        for name, width, lite in (("a", d // 2, 0.0), ("b", d // 2, 1.0), ("c", d, 1.0), ("e", d, 0.0)):
+        for name, width, lite in (("a", d // 2, 0.0), ("b", d // 2, 1.0), ("c", d, 1.0), ("e", d, 0.0)):     # K^n, V^1
             if config.variant == "chain":
                 value = normal(config, f"blocks.{n}.{name}", heads, 1, width, std=1.0)
             else:
@@ -105,7 +105,7 @@ class FusedBlock(QueryBlock):
     @torch.no_grad()
     def follow(self, below):
         """chain: the draws fuse K^{i-1} with K^n, and V^{i-1} with V^1. Put the block below in: K^1, K^n, V^1, V^n."""
-        a, c, e = self.a.clone(), self.c.clone(), self.e.clone()
+        a, c, e = self.a.clone(), self.c.clone(), self.e.clone()             # copy_ overwrites them
         self.a.copy_(a * below.a)
         self.b.add_(a * below.b)
         self.c.copy_(c * below.c + e)

@@ -119,7 +119,7 @@ class LIMeConfig(GPTConfig):
 
 
 def flops_per_token(config, T):
-    """As model.flops_per_token, plus the routing above layer 0: (n+1) R products for each of R d numbers, twice in kv."""
+    """As model.flops_per_token, plus the routing above layer 0: (n+1) R products for each of R d numbers."""
     routed, R = len(config.route), config.n_kv_head             # "kv": both; "v": one
     extra = sum(2 * routed * config.head_dim * R * R * (n + 1) for n in range(1, config.n_layer))
     return model.plus(model.flops_per_token(config, T), extra)

@@ -12,7 +12,7 @@ cannot read its own output before it exists, so it reads its own input.
     (k0, v0), the temporary pair     k0, v0       (B, Hkv, T, d)   of x_t: token t alone reads it
     y_t, the output of the layer     y[t]         (B, 1, D)
     (K_t, V_t), the permanent pair   K, V         (B, Hkv, S, d)   of y_t, by the same norm, W^K and W^V
-    o_t                              o            (B, H, T, d)     over the permanent pairs s < t and one's own temporary
+    o_t                              o            (B, H, T, d)     over the pairs of s < t and (k0, v0) of t
 
     cost           against the baseline
     parameters     equal
@@ -36,8 +36,9 @@ class Recurrent(GPT):
     """o_t = Attn(q_t; (K_s, V_s) for s < t, and (k0_t, v0_t))."""
 
     def layers(self, x, rope, cache=None):
-        for n, block in enumerate(self.blocks):                 # layer n needs nothing of the layers above: finish it
-            x = self.all_tokens(n, block, x, rope, cache)       # for all tokens, by `loop` or by its fast form, `tiled`
+        for n, block in enumerate(self.blocks):                 # layer n needs nothing of the layers above, so all its
+            q, k0, v0 = block.qkv(x, rope)                      # tokens go first: by `loop`, or `tiled`, its fast form
+            x = self.all_tokens(n, block, x, rope, q, k0, v0, cache)
         return x
 
     @staticmethod
@@ -58,9 +59,8 @@ class Recurrent(GPT):
 
     LOOP = ("layers", "loop")                                   # what --diff shows
 
-    def all_tokens(self, n, block, x, rope, cache):
+    def all_tokens(self, n, block, x, rope, q, k0, v0, cache):
         """Layer n: x (B, T, D) -> its outputs (B, T, D). The permanent pairs go to the cache."""
-        q, k0, v0 = block.qkv(x, rope)
         K, V = k0[:, :, :0], v0[:, :, :0]                       # no token yet, S = 0
         if cache is not None:
             K, V = cache.append(n, K, V)                        # nothing new: the S tokens that are there

@@ -33,7 +33,7 @@ from model import GPT, GPTConfig, attention_weights, repeat_kv
 
 
 class Shortcut(GPT):
-    """X'_n = lam1[n] X_1 + lam2[n] X_n, for one tensor X of a layer. Each loop differs from the baseline's in that X."""
+    """X'_n = lam1[n] X_1 + lam2[n] X_n, for one tensor X of a layer. Each loop hands up another X."""
 
     def layers_query(self, x, rope, cache=None):
         for n, block in enumerate(self.blocks):
@@ -166,7 +166,7 @@ class ShortcutConfig(GPTConfig):
         for name, readers in (("source", ["resid_start_value"]), ("resid_start", ["resid_start", "resid_start_value"])):
             self.require(name, getattr(self, name) == 0 or self.variant in readers,
                          f"only variant={' and '.join(readers)} reads it: leave it out")
-            self.require(name, 0 <= getattr(self, name) < self.n_layer, f"give a whole number from 0 to {self.n_layer - 1}")
+            self.require(name, 0 <= getattr(self, name) < self.n_layer, f"give a number from 0 to {self.n_layer - 1}")
 
 
 def flops_per_token(config, T):
