@@ -116,7 +116,8 @@ def test_flops_of_each_mix_by_counting():
     base = baseline.flops_per_token(make("hidden").config, T)
     for variant, extra in mixes.items():
         ours = shortcuts.flops_per_token(make(variant).config, T)
-        assert [ours[kind] - base[kind] for kind in ("train", "prefill", "decode", "head")] == [3 * extra, extra, extra, 0]
+        added = [ours[kind] - base[kind] for kind in ("train", "prefill", "decode", "head")]
+        assert added == [3 * extra, extra, extra, 0]
     ours, seen = shortcuts.flops_per_token(make("matrix").config, T), sum(range(1, T + 1)) / T     # pairs, in the mean
     mix = 3 * 3 * 4 * seen                                                 # FLOPs, layers, heads
     assert ours["prefill"] - base["prefill"] == mix and ours["decode"] - base["decode"] == 3 * 3 * 4 * (T + 1)
@@ -168,7 +169,7 @@ def test_at_the_first_token_neutreno_equals_the_value_residual():
 
 
 @pytest.mark.parametrize("bad, sentence", [(dict(variant="values"), "choose one of query, key"),
-                                           (dict(variant="hidden", source=1), "only variant=resid_start_value reads it"),
+                                           (dict(variant="hidden", source=1), "only variant=resid_start_value"),
                                            (dict(variant="resid_start", source=1), "only variant=resid_start_value"),
                                            (dict(variant="resid_start", resid_start=4), "from 0 to 3")])
 def test_bad_settings_are_refused_with_a_sentence(bad, sentence):

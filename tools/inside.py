@@ -14,10 +14,9 @@ import whitematter
 from baselines.feedback import Feedback
 from baselines.fusedkv import FusedKV
 from baselines.lime import LIMe
-from baselines.shortcuts import Shortcut
+from baselines.shortcuts import Hidden, Matrix, NeuTRENO, Output, Shortcut, per_query_head
 from cyclic import FeedbackGPT
 from depth_attention import DepthAttention, LoopedDepthAttention, sources
-from model import repeat_kv
 from mudd import MUDD
 from value_residual import ValueResidual
 from whitematter import WhiteMatter
@@ -29,9 +28,9 @@ from whitematter import WhiteMatter
 def pattern(q, k, seen, own_k=None):
     """softmax(q k^T / sqrt(d)) over the slots that are seen; a token that sees none has a row of zeros. q (B, H, T, d),
     k (B, Hkv, S, d), seen (T, S) -> (B, H, T, S). own_k: what a token has in the place of its own slot's key."""
-    scores = q @ repeat_kv(k, q).transpose(-2, -1)
+    scores = q @ per_query_head(k, q).transpose(-2, -1)
     if own_k is not None:
-        scores.diagonal(dim1=-2, dim2=-1).copy_((q * repeat_kv(own_k, q)).sum(dim=-1))
+        scores.diagonal(dim1=-2, dim2=-1).copy_((q * per_query_head(own_k, q)).sum(dim=-1))
     A = (scores / q.size(-1) ** 0.5).masked_fill(~seen, -torch.inf).softmax(dim=-1)
     return A.masked_fill(~seen.any(dim=1, keepdim=True), 0)
 
@@ -50,15 +49,14 @@ def attention(model, n, trace):
     q, k, v = (trace[name][n] for name in "qkv")
     seen = seen_by(model, n, q.size(2)).to(q.device)
     A = pattern(q, k, seen, trace["k0"][n] if "k0" in trace else None)
-    place = getattr(model, "place", None)                                # of a shortcut
-    if place == "matrix" and n > 0:
+    if isinstance(model, Matrix) and n > 0:
         A = model.lam1[n] * pattern(trace["q"][0], trace["k"][0], seen) + model.lam2[n] * A
-    u = A @ repeat_kv(v, q)
+    u = A @ per_query_head(v, q)
     if "v0" in trace:                                                    # recurrent: to itself a token is its input
-        u = u + A.diagonal(dim1=-2, dim2=-1)[..., None] * repeat_kv(trace["v0"][n] - v, q)
-    if place in ("output", "neutreno") and n > 0:
-        handed_up = trace["v"][0] - (v if place == "neutreno" else 0)
-        u = model.lam1[n] * repeat_kv(handed_up, q) + model.lam2[n] * u
+        u = u + A.diagonal(dim1=-2, dim2=-1)[..., None] * per_query_head(trace["v0"][n] - v, q)
+    if isinstance(model, (Output, NeuTRENO)) and n > 0:
+        handed_up = trace["v"][0] - (v if isinstance(model, NeuTRENO) else 0)
+        u = model.lam1[n] * per_query_head(handed_up, q) + model.lam2[n] * u
     return A, u
 
 
@@ -227,8 +225,8 @@ def fused(model, trace, states):
     L, tables = model.config.n_layer, {}
     for name, first, middle in (("keys", "a", "b"), ("values", "c", "e")):
         tables[name] = states[0].new_full((1, L, L), torch.nan)
-        for i, block in enumerate(model.blocks[model.config.n_storage:], model.config.n_storage):
-            for coefficient, j in ((first, 0), (middle, model.config.n_storage - 1)):
+        for i, block in enumerate(model.blocks[model.n:], model.n):
+            for coefficient, j in ((first, 0), (middle, model.n - 1)):
                 tables[name][0, i, j] = tables[name][0, i, j].nan_to_num() + getattr(block, coefficient).mean()
     return tables
 
@@ -260,7 +258,7 @@ def lambdas(model):
     if isinstance(model, ValueResidual):
         pair, start = model.weights(), model.config.source + 1
     elif isinstance(model, Shortcut):
-        pair, start = (model.lam1, model.lam2), 0 if model.place == "hidden" else model.config.source + 1
+        pair, start = (model.lam1, model.lam2), 0 if isinstance(model, Hidden) else model.config.source + 1
     else:
         return {}
     return {name: [None] * start + lam.tolist()[start:] for name, lam in zip(("lam1", "lam2"), pair)}
