@@ -1,77 +1,78 @@
 """
-LIMe, layer-integrated memory: a head's keys and values are a trained sum of the keys and values of all layers so far.
+LIMe, layer-integrated memory: a layer's keys and values are a trained sum of those of all layers so far.
 
-A layer of a plain transformer attends to keys and values made from one place, its own input. In LIMe each layer still
-projects its input once, but what a head attends to is routed: a table of weights adds up all heads of all layers up to
-this one, any old head into any new head, the same table for keys and values. The table is static, the same for every
-token; Depth-Attention's weights come from a query and keys, and touch values only.
+A layer of a plain transformer attends to keys and values of one place, its own input. Here each layer still projects
+its input once, but a table of weights adds up all heads of all layers up to this one, any old head into any new head.
+The table is the same for every token, and the same for keys and values.
 
-    Gerasimov et al., You Do Not Fully Utilize Transformer's Representation Capacity, arXiv 2502.09245 (second version)
+    Gerasimov et al., You Do Not Fully Utilize Transformer's Representation Capacity, arXiv 2502.09245 (second version).
 
     paper                                 here
-    R key and value heads                 n_kv_head
-    kv_{j,g} = [k ; v], before RoPE       keys[j], values[j]    (R, B, T, d) each     layers count from 0
-    M_l, all rows (j, g) with j <= l      the lists keys, values: raw, so that no router reads another's result
-    W_l                                   block.router          (R, (l+1) R); none in layer 0
-    [kt ; vt]_{l,h} = sum W_l kv_{j,g}    k, v after `route`
+    R                                     n_kv_head
+    kv_{j,g} = [k ; v], before RoPE       keys[j][g], values[j][g]   (B, T, d) each    layers count from 0 in both
+    M_l, all rows (j, g) with j <= l      the lists keys, values     (R, B, T, d) for each layer
+    W_l                                   block.router               (R, (n+1) R), none in layer 0; l is n here
+    [kt ; vt]_{l,h}                       k[h], v[h] after `route`   (B, T, d) each
 
-Cost: R^2 (l+1) parameters and 4 d R^2 (l+1) FLOPs per token in layer l; the cache holds the routed kt, vt and is the
-baseline's. In training the raw keys and values are kept once, not once for each reader.
+    cost in layer n > 0     R^2 (n+1) parameters, 4 d R^2 (n+1) FLOPs per token
+    cache                   the baseline's: it holds the routed kt, vt, so decoding routes the new token alone
+    memory in training      linear in L: raw keys and values are kept once, not once for each reader
 
-What breaks without each part: a table of zeros outside the own block is the baseline, bit for bit (start=identity). The
-routing commutes with RoPE, which turns all rows of a token alike, but not with QK-norm: route first, then norm. A list
-of routed rows would be another, recursive model. The default does not start as the baseline: own plus noise of nearly
-the same power. Without its own group, at ten times the learning rate and without decay, the table hardly moves.
-
-Where paper, release and this file differ. The release (corl-team/lime, 4242812) concatenates M_l anew in every layer;
-here it is a list and the sum runs over it. It has no QK-norm, draws W^K and W^V uniform within 1/sqrt(D), and its
-optimiser settings name parameters that no longer exist; here W^K and W^V start as the baseline's, N(0, init_std^2), so
-that the table is the only difference. route=v, values only, and start=identity are this project's own arms. The first
-release (601cd30) routed hidden states instead: for each query head a softmax over the inputs of all layers, static or
-from the token, before W^K and W^V. That takes H times the stream's memory in every layer; it is not built.
+start=identity starts as the baseline. The default does not: it adds noise of nearly the power of the layer's own.
 """
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 
+if not __package__:                     # run as `python baselines/lime.py`: what it imports lies one folder up
+    sys.path[0] += "/.."
 import kernels
 import model
-from model import GPT, Block, GPTConfig, attend, normal, rotate
+from model import GPT, Block, GPTConfig, normal, rotate
 
 
 def route(W, rows):
-    """W (R, (l+1) R), rows: l+1 tensors (R, B, T, d) -> (R, B, T, d): head h is the sum of W[h, (j, g)] rows[j][g]."""
-    return sum((W_j @ row.flatten(1)).view_as(row) for W_j, row in zip(W.split(W.size(0), dim=1), rows))
+    """Head h is the sum over layers j and heads g of W[h, (j, g)] rows[j][g]. W (R, (n+1) R), rows n+1 (R, B, T, d)."""
+    routed = 0
+    for W_j, row in zip(W.split(W.size(0), dim=1), rows):       # W_j (R, R): from the heads of layer j to the new ones
+        routed = routed + (W_j @ row.flatten(1)).view_as(row)   # no softmax: weights may be negative
+    return routed                                               # (R, B, T, d)
 
 
 class LIMe(GPT):
+    """[kt ; vt]_{l,h} = sum_{j <= l} sum_g W_l[h, (j, g)] [k ; v]_{j,g}, in every layer after the first."""
+
     def layers(self, x, rope, cache=None):
-        keys, values = [], []                                            # M_l: raw, of these tokens only
-        for l, block in enumerate(self.blocks):
-            q, k, v = block.project(x, rope)
-            keys.append(k)
-            values.append(v)
-            k = self.route_keys(block.router, keys)                      # kt_l
-            v = route(block.router, values)                              # vt_l
-            k, v = block.attended(k, v, rope)                            # norm and rotation after routing
-            self.record(l, x=x[None], q=q, k=k, v=v, weights=block.router[None, None, None])
-            x = block.finish(x, attend(q, k, v, cache, l))
+        keys, values = [], []                                   # M_l: of these tokens only
+        for n, block in enumerate(self.blocks):
+            q, k, v = block.project(x, rope)                    # k and v (R, B, T, d), raw
+            keys.append(k)                                      # never a routed row: with those in the list the model
+            values.append(v)                                    # would be recursive, and each table act on the next
+            if n > 0:
+                k, v = self.routed(n, keys, values)
+            k, v = block.attended(k, v, rope)                   # QK-norm last: the norm of a sum is no sum of norms
+            x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
 
-    # ------------------------------------------------------------------------------------------------ bookkeeping
+    def routed(self, n, keys, values):
+        W = self.blocks[n].router
+        self.record(n, weights=W[None, None, None])
+        k = keys[-1] if self.config.route == "v" else route(W, keys)         # one table for both, as released
+        return k, route(W, values)
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.route_keys = {"kv": route, "v": lambda W, keys: keys[-1]}[config.route]
+    # ------------------------------------------------------------------------------------------------ bookkeeping
 
     def make_block(self, config, n):
         return LIMeBlock(config, n)
 
     def param_groups(self):
+        """The tables have a group of their own: at the model's learning rate, or with decay, they hardly move."""
         routers = [block.router for block in self.blocks[1:]]
-        groups = [group | dict(params=[p for p in group["params"] if not any(p is r for r in routers)])
-                  for group in super().param_groups()]
+        groups = super().param_groups()
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p not in set(routers)]
         return groups + [dict(params=routers, decay=False, lr_scale=self.config.router_lr_scale)]
 
     def compile_pieces(self):
@@ -85,21 +86,22 @@ class LIMeBlock(Block):
     def __init__(self, config, n):
         super().__init__(config, n)
         R, fan_in = config.n_kv_head, (n + 1) * config.n_kv_head
-        own = torch.eye(R, fan_in).roll(n * R, dims=1)                   # identity in the last R columns
-        if n == 0:
-            self.register_buffer("router", own, persistent=False)
-        else:
-            noise = torch.special.erf(normal(config, f"blocks.{n}.router", R, fan_in, std=0.5 ** 0.5).detach())
-            noise[:, n * R:] = 0                                         # erf of N(0, 1/2) is uniform in -1..1
-            self.router = nn.Parameter(own + (config.start == "release") * (3 / fan_in) ** 0.5 * noise)
+        if n == 0:                                              # one layer so far: its own keys and values
+            return
+        own = torch.eye(R, fan_in).roll(n * R, dims=1)          # the last R columns are the identity: this layer
+        noise = normal(config, f"blocks.{n}.router", R, fan_in, std=0.5 ** 0.5).detach().erf()
+        noise[:, n * R:] = 0                                    # erf of N(0, 1/2) is uniform in -1..1; variance 1/3,
+        scale = (3 / fan_in) ** 0.5 if config.start == "release" else 0      # so scaled like this it is 1/fan_in
+        self.router = nn.Parameter(own + scale * noise)
 
     def project(self, x, rope):
         """x (B, T, D) -> q (B, H, T, d) normed and rotated; k, v (R, B, T, d) raw."""
         h = self.norm1(x)
-        return self.q(h, rope), *(self.heads(w(h)).permute(2, 0, 1, 3).contiguous() for w in (self.wk, self.wv))
+        k, v = (self.heads(w(h)).permute(2, 0, 1, 3).contiguous() for w in (self.wk, self.wv))
+        return self.q(h, rope), k, v
 
     def attended(self, k, v, rope):
-        """Routed k, v (R, B, T, d) -> what attention reads, (B, R, T, d)."""
+        """k, v (R, B, T, d) -> what attention reads, (B, R, T, d)."""
         return rotate(self.k_norm(k).transpose(0, 1), rope), v.transpose(0, 1)
 
 
@@ -111,21 +113,18 @@ class LIMeConfig(GPTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, words in (("start", ("release", "identity")), ("route", ("kv", "v"))):
-            if getattr(self, name) not in words:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose {' or '.join(words)}")
-        if not self.router_lr_scale > 0:
-            raise ValueError(f"router_lr_scale={self.router_lr_scale}: give a positive number")
+        self.require_one_of("start", ("release", "identity"))
+        self.require_one_of("route", ("kv", "v"))
+        self.require("router_lr_scale", self.router_lr_scale > 0, "give a positive number")
 
 
 def flops_per_token(config, T):
-    """As model.flops_per_token, plus the routing above layer 0: (l+1) R products for each number of R heads."""
-    flops, R = model.flops_per_token(config, T), config.n_kv_head
-    extra = sum(2 * len(config.route) * config.head_dim * R * R * (l + 1) for l in range(1, config.n_layer))
-    return flops | dict(train=flops["train"] + 3 * extra, prefill=flops["prefill"] + extra,
-                        decode=flops["decode"] + extra)
+    """As model.flops_per_token, plus the routing above layer 0: (n+1) R products for each of R d numbers."""
+    routed, R = len(config.route), config.n_kv_head             # "kv": both; "v": one
+    extra = sum(2 * routed * config.head_dim * R * R * (n + 1) for n in range(1, config.n_layer))
+    return model.plus(model.flops_per_token(config, T), extra)
 
 
 if __name__ == "__main__":
     from tools.prove import main
-    main("lime")
+    main({"lime": (LIMeConfig, LIMe)})

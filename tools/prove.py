@@ -32,7 +32,7 @@ def main(models):
         config, = configs.build(SIZE | settings, config_class)
         network = model_class(config)
         if diff:
-            print("\n".join(loop_diff(type(network))))
+            print("\n".join(loop_diff(network)))
             return
     except configs.SettingError as error:
         sys.exit(f"{next(iter(models))}: {error}")
@@ -41,13 +41,13 @@ def main(models):
         print(f"  {claim:<20} {value}")
 
 
-def loop_diff(model_class):
-    """The unified diff, as lines, from GPT.layers to the loop of a model class: `layers`, or the methods it names in
-    LOOP where its `layers` only calls them."""
-    ours = [line for name in getattr(model_class, "LOOP", ("layers",))
-            for line in inspect.getsource(getattr(model_class, name)).splitlines() + [""]]
+def loop_diff(model):
+    """The unified diff, as lines, from GPT.layers to the loop of a model, or of its class: `layers`, or the methods it
+    names in LOOP where its `layers` only calls them."""
+    ours = [line for name in getattr(model, "LOOP", ("layers",))
+            for line in inspect.getsource(getattr(model, name)).splitlines() + [""]]
     base = inspect.getsource(GPT.layers).splitlines() + [""]
-    name = Path(inspect.getsourcefile(model_class)).name
+    name = Path(sys.modules[model.__module__].__file__).name
     return list(difflib.unified_diff(base, ours, "model.py", name, n=20, lineterm=""))
 
 
