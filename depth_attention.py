@@ -81,7 +81,7 @@ class DepthAttention(GPT):
 
     def compile_pieces(self):
         super().compile_pieces()
-        kernels.replace_method(self, "mix", lambda self, q, candidates: kernels.depth_mix(q, candidates))
+        kernels.compile_methods([self], "mix")
 
     @staticmethod
     def cache_slots(config):
