@@ -69,7 +69,7 @@ class DepthAttention(GPT):
 
     def compile_pieces(self):
         super().compile_pieces()
-        kernels.replace_method(self, "depth_mix", lambda self, q, candidates: kernels.depth_mix(q, candidates))
+        kernels.compile_methods([self], "depth_mix")
 
     @staticmethod
     def cache_slots(config):

@@ -246,7 +246,7 @@ def test_flops_by_counting_every_product():
 
 @pytest.fixture
 def few_rows(monkeypatch):
-    """The chunk function run as it is, not compiled, three rows at a time."""
+    """The loss in parts of at most three rows, not compiled."""
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     monkeypatch.setattr(kernels, "LOGITS_AT_A_TIME", 3 * 70)
 
@@ -258,18 +258,19 @@ def loss_and_gradients(function, h, weight, targets, scale=1.0):
     return loss.detach(), h.grad / scale, weight.grad / scale
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_fused_loss_is_the_plain_one_with_its_gradients(few_rows, dtype):
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_the_fused_loss_is_the_plain_one_with_its_gradients(few_rows, dtype, tolerance):
     h, weight, targets = torch.randn(2, 5, 8, dtype=dtype), torch.randn(128, 8, dtype=dtype), ids(2, 5)
-    targets[0, 1:4] = -1                                                   # a whole chunk of nothing but -1, too
-    targets[1, 4] = -1
+    targets[0, 1:4] = -1
+    targets[1, 4] = -1                                                     # all of the last part, which has one row
     plain, fused = (loss_and_gradients(f, h, weight, targets, 2.5) for f in (GPT.loss, kernels.cross_entropy))
     for a, b in zip(plain, fused):
-        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, check_dtype=False)
+        torch.testing.assert_close(b, a, rtol=10 * tolerance, atol=tolerance)
+    assert (fused[2][70:] == 0).all()                                      # the padded rows
 
 
 def test_the_fused_loss_under_autocast(few_rows):
-    """bf16 rounds either form at other places: the fused one may be off by half as much again as the plain one."""
+    """bf16 rounds the two forms at different places: the error of the fused one may be 1.5 times the plain one's."""
     torch.manual_seed(0)
     h, weight, targets = torch.randn(2, 5, 8), torch.randn(128, 8), ids(2, 5)
     targets[0, 1:4] = -1
@@ -280,14 +281,13 @@ def test_the_fused_loss_under_autocast(few_rows):
 
 
 def test_scaled_fp16_keeps_the_gradient_that_a_mean_would_round_away(monkeypatch):
-    """Each of 128 tokens gives all ids but the one it is sure of a probability of 3e-6: fp16 holds that, not a 128th."""
+    """Each of 128 tokens is sure of one id, and the others get a probability of 3e-6: fp16 holds that, but not a 128th."""
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     torch.manual_seed(0)
     V, N = 4096, 128
     h, weight, targets = torch.randn(N, 8), 0.02 * torch.randn(V, 8), torch.randint(V // 2, (N,))
     h[:, 0], weight[0] = 1.0, 12.7 * torch.eye(8)[0]
-    _, summed = kernels.nll_and_gradient((h @ weight.T).half(), targets)
-    assert (summed[:, V // 2:] > 0).all() and ((summed.float() / N).half()[:, V // 2:] == 0).float().mean() > 0.99
+    summed = ((h @ weight.T).softmax(dim=-1) - F.one_hot(targets, V)).half()      # the gradient by the logits
     W = weight.clone().requires_grad_()
     with torch.autocast("cpu", torch.float16):
         loss = kernels.cross_entropy(h[None], W, targets[None], V)
