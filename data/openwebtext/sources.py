@@ -113,7 +113,7 @@ class Watched:
     """A file for tarfile to read: it remembers the last piece, and refuses a header that claims to be huge."""
     def __init__(self, file, largest):
         self.file, self.largest, self.last = file, largest, b""
-        self.seek, self.tell = file.seek, file.tell
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 
     def read(self, size):
         if size > self.largest:
