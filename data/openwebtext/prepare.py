@@ -207,6 +207,7 @@ def main(arguments=None):
     parser.add_argument("--procs", type=int, default=os.cpu_count(), help="threads that tokenise (default: one a core)")
     parser.add_argument("--held_out", type=share_of, metavar="SHARE",
                         help=f"share of the text to hold out (default: {HELD_OUT}, and more of a small text)")
+    parser.error = lambda message: sys.exit(f"prepare.py: {message}")          # one line, without the usage before it
     args = parser.parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")      # a file's name may have what the terminal cannot show

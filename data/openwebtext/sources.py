@@ -210,7 +210,7 @@ def download(number, folder):
     folder.mkdir(parents=True, exist_ok=True)
     for attempt in range(ATTEMPTS):
         time.sleep(attempt)                            # seconds: not at first, longer after each failure
-        begun = next(folder.glob(f"{path.name}.*.part"), None)
+        begun = next(folder.glob(f"{path.name}*.part"), None)
         have = begun.stat().st_size if begun else 0
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
         try:
