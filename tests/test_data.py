@@ -3,8 +3,6 @@ import json
 import lzma
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +48,12 @@ def test_gpt2_equals_tiktoken(tmp_path, monkeypatch):
     assert [ours.encode_ordinary(text) for text in texts] == [theirs.encode_ordinary(text) for text in texts]
     assert [ours.decode_single_token_bytes(i) for i in range(50257)] == \
            [theirs.decode_single_token_bytes(i) for i in range(50257)]
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_a_million_blanks_are_encoded(name):
+    encoding, text = tokenizer(name), "a" + " \n\t " * 250_000 + "b"
+    assert encoding.decode(encoding.encode_ordinary(text)) == text
 
 
 def test_bytes_are_bytes():
@@ -122,7 +126,8 @@ REFUSED = {
     "version": (header(20240520, 7, 5) + bytes(10), "format version 7"),
     "evaluation set": (header(20240522, 1, 5) + bytes(10), "20240522, an evaluation set"),
     "llama": (header(20240801, 7, 5) + bytes(20), "20240801, llm.c's format for Llama 3"),
-    "beyond the vocabulary": (header(20240520, 1, 2) + b"\0\0\1\1", "token id 257 is not below the vocabulary size 257"),
+    "beyond the vocabulary": (header(20240520, 1, 2) + b"\0\0\1\1", "token id 257 is not below the vocabulary size"),
+    "beyond it, deep inside": (bytes(10_000_000) + b"\1\1", "token id 257 .* meta.json"),
 }
 
 
@@ -142,25 +147,39 @@ def test_a_shard_belongs_to_one_split(tmp_path):
 
 
 def test_missing_files_and_folders(tmp_path):
+    (tmp_path / "is_a_val.bin").mkdir()
     for folder in tmp_path, tmp_path / "nowhere":
         with pytest.raises(ValueError, match=r"no \*train\*.bin in .*prepare.py"):
             open_tokens(folder, "train", 257)
+    with pytest.raises(ValueError, match="is_a_val.bin cannot be read"):
+        open_tokens(tmp_path, "val", 257)
 
 
-def test_an_id_beyond_the_vocabulary_is_found_when_used(tmp_path):
-    write(tmp_path / "train.bin", [0] * 5000 + [300])                  # past the ids that are checked at opening
-    tokens = open_tokens(tmp_path, "train", 257)
-    with pytest.raises(ValueError, match="token id 300 .* meta.json"):
-        batch(tokens, 0, 1, batch_size=1, block_size=5000)
-    with pytest.raises(ValueError, match="token id 300"):
-        list(windows(tokens, 64, EOT, batch_size=100))
+CHANGES = {
+    "cut": (lambda path: os.truncate(path, 1500), "has changed since it was opened"),
+    "emptied": (lambda path: path.write_bytes(b""), "has changed since it was opened"),
+    "deleted": (lambda path: path.unlink(), "cannot be read"),
+    "replaced": (lambda path: (write(path, range(200)), os.utime(path, (1, 1))), "has changed since it was opened"),
+}
+
+
+@pytest.mark.parametrize("change, sentence", CHANGES.values(), ids=CHANGES)
+def test_a_shard_that_changes_during_a_run_is_one_line(tmp_path, change, sentence):
+    path = tmp_path / "val_and_more.bin"
+    write(path, [7] * 500)
+    tokens = open_tokens(tmp_path, "val", 257)
+    change(path)
+    for read in lambda: batch(tokens, 0, 1, batch_size=2, block_size=64), lambda: list(windows(tokens, 64, EOT, 4)):
+        with pytest.raises(ValueError, match=f"val_and_more.bin {sentence}.*put it back, or prepare it with") as error:
+            read()
+        assert "\n" not in str(error.value)
 
 
 # ---- batches
 
 @pytest.fixture
 def three_shards(tmp_path):
-    """Ids 0..49, 50..52 (too short for a window of 4) and 53..90: neighbours in a row differ by one, shards are disjoint."""
+    """Ids 0..49, 50..52 (too short for a window of 4) and 53..90: neighbours in a row differ by one."""
     write(tmp_path / "a_train_1.bin", range(50))
     write(tmp_path / "a_train_2.bin", range(50, 53))
     write(tmp_path / "a_train_3.bin", range(53, 91))
@@ -189,29 +208,6 @@ def test_block_longer_than_the_data(three_shards):
     assert batch(three_shards, 0, 1, 2, 49)[0].tolist() == [list(range(49))] * 2
     with pytest.raises(ValueError, match="needs 51 tokens in a row and .* has 50: choose block_size=49"):
         batch(three_shards, 0, 1, 2, 50)
-
-
-GROWTH = """
-import resource, sys
-from data import batch, open_tokens
-tokens = open_tokens(sys.argv[1], "train", 257)
-def resident():                                        # pages in memory now, not at the highest point
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-for step in range(5000):
-    x, y = batch(tokens, step, 0, batch_size=8, block_size=256)
-    if step == 100:
-        before = resident()
-print(resident() - before)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_does_not_grow_with_the_pages_read(tmp_path):
-    for n in 1, 2:                                     # 2 x 64 MB, of which 5,000 batches touch nearly every page
-        with open(tmp_path / f"train_{n}.bin", "wb") as file:
-            file.truncate(64_000_000)
-    run = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(run.stdout) < 8_000_000
 
 
 # ---- windows
@@ -252,7 +248,7 @@ def test_meta(tmp_path):
     assert read_meta(tmp_path) == {"tokenizer": "bytes", "vocab_size": 257, "end_of_text": "before each document"}
     (tmp_path / "meta.json").write_text('{"tokenizer": "gpt2"}', encoding="utf-8")  # written by hand
     assert read_meta(tmp_path)["vocab_size"] == 50257
-    for bad in "{", "[]", "{}", '{"tokenizer": "gpt5"}':
+    for bad in "{", "[]", "{}", '{"tokenizer": "gpt5"}', "[" * 200_000:
         (tmp_path / "meta.json").write_text(bad, encoding="utf-8")
         with pytest.raises(ValueError, match="meta.json is not usable") as error:
             read_meta(tmp_path)
@@ -309,7 +305,16 @@ def test_the_shipped_plays():
     assert targets == 127_423
 
 
-def test_dataset_by_path(tmp_path):
-    assert dataset(str(tmp_path)) == tmp_path
-    with pytest.raises(ValueError, match="choose plays or plays_gpt2, or a folder made by .*prepare.py"):
-        dataset("plasy")
+def test_a_data_set_is_found_by_its_path_or_by_its_name_in_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.tokens, "HERE", tmp_path / "data")
+    for folder in "data/mine", "data/openwebtext", "elsewhere/mine":
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")                          # where a folder `mine` holds the texts
+    write(tmp_path / "data" / "mine" / "train.bin", [1])
+    for name in "mine", "data/mine", str(tmp_path / "data" / "mine"):
+        assert dataset(name) == tmp_path / "data" / "mine"
+    for name, sentence in {"plasy": "choose plays or plays_gpt2, or prepare it with .* --from TEXTS --out plasy",
+                           str(tmp_path): "holds no token files: prepare it with .* --from TEXTS --out",
+                           "data/openwebtext": "with python data/openwebtext/prepare.py --subsets 1"}.items():
+        with pytest.raises(ValueError, match=sentence):
+            dataset(name)
