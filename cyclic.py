@@ -1,40 +1,29 @@
 """
 Cyclic iteration: how to run, and to train in parallel, a model whose layers read past tokens at any depth.
 
-In a feedback model (WhiteMatter, Feedback Transformer, LCKV) the lowest layer of a token may read what the highest made
-of the token before it. So a token must wait for the one before it to be finished, and the exact run goes token by
-token. But "every token reads the finished past" is an equation in the channels, the keys and values that all tokens
-publish. It is triangular in the tokens, so it has one solution, and iteration finds it from any start: compute all tokens,
-publish, again. A schedule says which tokens of a pass see what others publish in the same pass.
+In a feedback model the lowest layer of a token may read what the highest layer made of the token before it. The exact
+run is therefore sequential: one token after another. Iteration computes all tokens in parallel instead, several times.
+In each pass a token reads what earlier tokens published last, and enough passes give exactly the sequential result.
 
-    Zhang and Ren, WHITEMATTER, arXiv 2608.18486; Jacobi passes, the last few with gradients: Wu and Tu, arXiv 2405.10637
+    Wenbo Zhang and Xiang Ren, WhiteMatter, arXiv 2608.18486. Jacobi passes, the last few with gradients: Haoyi Wu and
+    Kewei Tu, Layer-Condensed KV Cache for Efficient Inference of Large Language Models, arXiv 2405.10637.
 
-    paper                        here
-    X, the embeddings            x                 (B, T, D)
-    H, states at S depths        states            (S, B, n, D)      of some n of the tokens
-    KV                           channels          k, v (k, B, Hkv, N, d) and the positions (N,) of the N slots
-    G_c, group c                 group             a slice of 0..T-1: tokens that are computed together
-    n + b passes                 passes - grad_passes, grad_passes
+    paper                here
+    X, the embeddings    x                 (B, T, D)
+    H, the states        states            (S, B, n, D)   of n of the tokens at S depths
+    KV                   channels          k and v (channels, B, Hkv, N, d): what N tokens publish, in token order
+    G_c, group c         group             a slice of 0 .. T-1: tokens that are computed together
+    n + b passes         passes - grad_passes, grad_passes
 
-Which pass made what a token reads? T = 6 tokens, second pass, g = 3 groups, the last of which is about to run:
+    schedule             groups of 6 tokens, g = 3   sequential steps   tokens a step   exact after p passes
+    autoregressive       {0} {1} {2} {3} {4} {5}     T                  1               all
+    jacobi               {0 1 2 3 4 5}               p                  T               the first p tokens
+    cyclic               {0 3} {1 4} {2 5}           p g                T / g           the first p g tokens
+    contiguous           {0 1} {2 3} {4 5}           p g                T / g           the first p tokens or more
 
-    jacobi      1 1 1 1 1 1    one group of all tokens            after p passes the first p tokens are exact
-    cyclic      2 2 1 2 2 1    {0 3} {1 4} {2 5}, strided         the first p g; T/g passes suffice
-    contiguous  2 2 2 2 1 1    {0 1} {2 3} {4 5}, the control     p at least; T - g + 1 passes suffice
-
-Only the first token of a strided round reads a stale neighbour. `python cyclic.py --show T=12 g=4` draws every step.
-
-Cost: a pass costs the FLOPs of one forward, by any schedule. One behind the other stand T stacks of layers in the exact
-run, p by Jacobi, p g by cyclic and contiguous groups, T/g tokens each. Only passes with gradients keep activations.
-
-What breaks without each part: with a token's own channel in view, its states would depend on themselves. Without the
-re-projection at the boundary, one gradient pass would leave the projections of the channels without a gradient. Written in place,
-channels would change under the attention that has saved them for its backward pass.
-
-Where paper, release and this file differ. A chunk behind a cached prefix is iterated by any schedule against that frozen
-prefix; the release has Jacobi alone. Its groups start with the chunk's first token: the partition is that of the absolute
-position mod g, the order is such that the first p g new tokens are exact. For T < g, g = T. A token alone runs exactly.
+Cost: a pass takes the FLOPs of one forward. Only passes with gradients keep activations for the backward pass.
 """
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,34 +34,41 @@ import torch.nn.functional as F
 from model import GPT, GPTConfig
 
 
-def autoregressive(model, x, positions, past):
-    """The ground truth: token by token, each reading the finished channels of all tokens before it."""
-    outputs, new = [], []
-    for x_i, i in zip(x.split(1, dim=1), positions.split(1)):             # (B, 1, D), (1,)
-        output, states = model.stack(x_i, i, past.join(*new))
-        new.append(Channels(*model.pool(states, i), i))
+def autoregressive(model, x, positions, channels):
+    """The exact run: token by token. Each token reads the finished channels of all tokens before it."""
+    outputs = []
+    for x_i, i in zip(x.split(1, dim=1), positions.split(1)):              # (B, 1, D), (1,)
+        output, states = model.stack(x_i, i, channels)
+        channels = channels.join(publish(model, states, i))
         outputs.append(output)
-    return torch.cat(outputs, dim=1), new[0].join(*new[1:])
+    return torch.cat(outputs, dim=1), channels
+
+
+def one_pass(model, x, positions, groups, channels):
+    """All tokens once, group after group. Each group publishes before the next one runs."""
+    outputs, states = [], []
+    for group in groups:
+        output, states_of_group = model.stack(x[:, group], positions[group], channels)
+        new = publish(model, states_of_group, positions[group])
+        channels = channels.put(positions[group], new)                     # from here on, later groups read this pass
+        outputs.append(output)
+        states.append(states_of_group)
+    return outputs, states, channels                                       # lists, one entry a group
 
 
 def iterate(model, x, positions, past, groups, passes, grad_passes):
-    """`passes` times all tokens, group after group. The last `grad_passes` carry gradients, which flow from pass to pass
-    through the channels. Before them stands the boundary: there the states are constants, and are projected again."""
-    states = x.expand(model.sources, *x.shape)                            # (S, B, T, D): the embedding at every depth
-    boundary = passes - grad_passes if torch.is_grad_enabled() else 0
-    for p in range(passes):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and p >= boundary):
-            if p == boundary > 0:
-                torch.clear_autocast_cache()                              # older torch reuses casts that have no gradient
-                states = in_order([states for _, states in done], groups)
-            if p in (0, boundary):
-                channels = past.join(Channels(*model.pool(states, positions), positions))
-            done = []
-            for group in groups:
-                output, states = model.stack(x[:, group], positions[group], channels)
-                channels = channels.put(positions[group], *model.pool(states, positions[group]))
-                done.append((output, states))                             # from here on, later groups read this pass
-    return in_order([output for output, _ in done], groups), channels.last(x.size(1))
+    """Some passes, the last `grad_passes` of them with gradients, which flow from pass to pass through the channels."""
+    states = x.expand(model.sources, *x.shape)                             # before pass 1: the embedding at every depth
+    channels = past.join(publish(model, states, positions))
+    with without_gradients():                                              # first come close,
+        for _ in range(passes - grad_passes):
+            outputs, states, channels = one_pass(model, x, positions, groups, channels)
+    if passes > grad_passes and torch.is_grad_enabled():                   # then publish again: without this line, one
+        states = in_order(states, groups)                                  # Jacobi pass gives W^K and W^V no gradient
+        channels = past.join(publish(model, states, positions))
+    for _ in range(grad_passes):
+        outputs, _, channels = one_pass(model, x, positions, groups, channels)
+    return in_order(outputs, groups), channels
 
 
 def strided(T, g):
@@ -83,151 +79,153 @@ def contiguous(T, g):
     return [slice(c * T // g, (c + 1) * T // g) for c in range(g)]
 
 
-# --------------------------------------------------------------------------------------------------------- bookkeeping
-
-
 GROUPS = {   # schedule: how T tokens are cut into g groups, g <= T
     "jacobi": lambda T, g: strided(T, 1),
-    "cyclic": strided,
-    "contiguous": contiguous,
+    "cyclic": strided,           # the left neighbour of a token is of this pass, except in the first group
+    "contiguous": contiguous,    # the control: only the first token of a group has a left neighbour of this pass
 }
 
 
-def run(model, x, cache=None):
+# --------------------------------------------------------------------------------------------------------- bookkeeping
+
+
+def run_schedule(model, x, cache=None):
     """x (B, T, D) -> the output (B, T, D), by the schedule that model.config names at this moment.
 
-    With a cache, the T tokens follow those in it. The channels in it stay as they are; those of the T tokens join them.
+    With a cache, the T tokens follow those in it. Only the new tokens are iterated, and their channels join the cache.
     """
     config, T = model.config, x.size(1)
-    past = model.boundary(x.size(0)) if cache is None else held(model, cache)
-    positions = torch.arange(len(past.positions), len(past.positions) + T)
+    past = Channels(*model.boundary(x.size(0))) if cache is None else read_cache(model, cache)
+    positions = past.k.size(3) + torch.arange(T)                           # on the CPU: no mask waits for the device
     if config.schedule == "autoregressive" or T == 1:
-        output, new = autoregressive(model, x, positions, past)
+        output, channels = autoregressive(model, x, positions, past)
     else:
         groups = GROUPS[config.schedule](T, min(config.groups, T))
-        output, new = iterate(model, x, positions, past, groups, config.passes, config.grad_passes)
+        output, channels = iterate(model, x, positions, past, groups, config.passes, config.grad_passes)
     if cache is not None:
-        store(model, cache, new)
-    if model.trace is not None:                                           # all in order, reading what the schedule left
-        model.stack(x, positions, past.join(new))
+        write_cache(model, cache, channels, T)
+    if model.trace is not None:                                            # record all tokens in order, reading what
+        model.stack(x, positions, channels)                                # the schedule left behind
     return output
 
 
 class Channels(NamedTuple):
-    """What tokens publish for later ones. Slot s holds position s; a dummy, if there is one, has position 0."""
-    k: torch.Tensor                    # (k, B, Hkv, N, d), rotated
-    v: torch.Tensor                    # (k, B, Hkv, N, d)
-    positions: torch.Tensor            # (N,), on the CPU, as all positions here: so no mask waits for the device
+    """What tokens publish for later ones. Slot s holds the token at position s; a dummy token has position 0."""
+    k: torch.Tensor                                                        # (channels, B, Hkv, N, d), rotated
+    v: torch.Tensor                                                        # (channels, B, Hkv, N, d)
 
-    def join(self, *others):
-        """These slots and then the others', in the dtype of the newest."""
-        parts = [part for part in (self, *others) if len(part.positions)]
-        if len(parts) < 2:
-            return parts[0] if parts else self
-        k, v, positions = zip(*parts)
-        return Channels(torch.cat([part.to(k[-1].dtype) for part in k], dim=3),
-                        torch.cat([part.to(v[-1].dtype) for part in v], dim=3), torch.cat(positions))
+    def join(self, new):
+        """These slots, then the new ones, in the dtype of the new ones."""
+        return Channels(*(torch.cat((old.to(t.dtype), t), dim=3) for old, t in zip(self, new)))
 
-    def put(self, positions, k, v):
-        """A copy, for autograd's sake, with k and v (k, B, Hkv, n, d) in the slots of `positions`."""
-        slots = positions.to(k.device, non_blocking=True)
-        return Channels(self.k.index_copy(3, slots, k), self.v.index_copy(3, slots, v), self.positions)
+    def put(self, positions, new):
+        """A copy with `new` in the slots of these positions. In place, autograd would find saved keys overwritten."""
+        slots = positions.to(self.k.device, non_blocking=True)
+        return Channels(*(old.index_copy(3, slots, t) for old, t in zip(self, new)))
 
-    def last(self, n):
-        return Channels(self.k[:, :, :, -n:], self.v[:, :, :, -n:], self.positions[-n:])
-
-    def seen_by(self, positions, window=math.inf):
-        """Which slots queries at `positions` (n,), in rising order, may read: those at smaller positions, of these the
-        newest `window`. For `attend`: [(queries, how many slots the last of them sees, mask, blind)], mask None where all
-        see all, blind None where none sees nothing. Many queries are cut into four: the first need not meet late keys."""
-        seen, n, to_device = [], len(positions), lambda t: t.to(self.k.device, non_blocking=True)
-        for rows in contiguous(n, max(1, min(4, n // 64))):
-            distance = positions[rows][:, None] - self.positions[self.positions < positions[rows][-1]]
-            mask = (0 < distance) & (distance <= window)                  # (rows, reach)
-            blind = ~mask.any(dim=1, keepdim=True)                        # (rows, 1): a softmax over nothing would be NaN,
-            seen.append((rows, mask.size(1),                              # so they see all, and then nothing of it
-                         None if mask.all() else to_device(mask | blind), to_device(blind) if blind.any() else None))
-        return seen
+    def seen_from(self, positions, window=math.inf):
+        """(n, N) boolean: the slots that queries at these positions read, or None where all read all. A query reads
+        smaller positions, and of these the newest `window`."""
+        distance = positions[:, None] - torch.arange(self.k.size(3))
+        seen = (0 < distance) & (distance <= window)     # 0 is the token itself: it must finish before its slot is made
+        return None if seen.all() else seen.to(self.k.device, non_blocking=True)
 
 
-def attend(q, k, v, seen):
-    """Attention over past slots. q (B, H, n, d), k and v (B, Hkv, N, d), seen from Channels.seen_by -> (B, H, n, d).
-    A query that sees no slot gets exactly 0, and gives every key and value the gradient 0."""
-    pieces = [attend_rows(q[:, :, rows], k[:, :, :reach], v[:, :, :reach], *masks) for rows, reach, *masks in seen]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+def publish(model, states, positions):
+    """What n tokens publish. Under autocast the keys leave their norm in fp32: they are stored as the values are."""
+    k, v = model.pool(states, positions)
+    return Channels(k.to(v.dtype), v)
 
 
-def attend_rows(q, k, v, mask, blind):
-    if k.size(2) == 0:
+def past_attention(q, k, v, seen):
+    """Attention over the slots that `seen` marks for each query. q (B, H, n, d), k and v (B, Hkv, N, d), seen (n, N)
+    or None for all -> (B, H, n, d). A query that sees no slot gets exactly 0 and gives no gradient."""
+    if k.size(2) == 0:                                                     # the first token, alone
         return torch.zeros_like(q)
-    attention = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return attention if blind is None else attention.masked_fill(blind, 0)
+    elif seen is None:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    else:
+        blind = ~seen.any(dim=1, keepdim=True)                             # (n, 1): the first token, among others
+        attention = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind, enable_gqa=True)
+        return attention.masked_fill(blind, 0)                             # a softmax over nothing would have been NaN
 
 
 def in_order(pieces, groups):
-    """Pieces (..., n, D) of the groups -> (..., T, D) in token order."""
-    T = sum(piece.size(-2) for piece in pieces)
-    order = torch.cat([torch.arange(T)[group] for group in groups]).argsort()
-    order = order.to(pieces[0].device, non_blocking=True)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2).index_select(-2, order)
+    """The groups' pieces (..., n, D) -> (..., T, D) in token order."""
+    together = torch.cat(pieces, dim=-2)
+    order = torch.cat([torch.arange(together.size(-2))[group] for group in groups]).argsort()
+    return together.index_select(-2, order.to(together.device, non_blocking=True))
 
 
-def held(model, cache):
-    """The channels in a cache: its first model.k slots, from the dummy, if the model has one, to the newest token."""
-    N = model.first + cache.length
-    return Channels(cache.k[:model.k, :, :, :N], cache.v[:model.k, :, :, :N], torch.arange(N))
+@contextlib.contextmanager
+def without_gradients():
+    """torch.no_grad. In torch 2.9 autocast keeps the weights that it casts in here: later passes would use these casts,
+    and the weights would get no gradient."""
+    with torch.no_grad():
+        yield
+    torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def scheduled(config, **settings):
+    """A context in which config has other settings: scheduled(config, schedule="jacobi", passes=9)."""
+    before = vars(config).copy()
+    vars(config).update(settings)
+    try:
+        yield
+    finally:
+        vars(config).update(before)
+
+
+def read_cache(model, cache):
+    """The channels in a cache: its first n_channels slots, the dummy's included."""
+    end = int(model.has_dummy) + cache.length
+    return Channels(*(t[:model.n_channels, :, :, :end] for t in (cache.k, cache.v)))
 
 
 @torch.no_grad()
-def store(model, cache, new):
-    start, end = new.positions[0], new.positions[-1] + 1
-    if end > cache.k.size(3):
-        raise ValueError(f"the cache has room for {cache.k.size(3) - model.first} tokens and was given "
-                         f"{end - model.first}: ask new_cache for a larger max_tokens")
-    cache.k[:model.k, :, :, start:end] = new.k
-    cache.v[:model.k, :, :, start:end] = new.v
+def write_cache(model, cache, channels, T):
+    """Put the last T slots of the channels into the cache."""
+    end, size, dummy = channels.k.size(3), cache.k.size(3), int(model.has_dummy)
+    if end > size:
+        raise ValueError(f"the cache has room for {size - dummy} tokens and was given {end - dummy}: "
+                         f"ask new_cache for a larger max_tokens")
+    for held, new in zip((cache.k, cache.v), channels):
+        held[:model.n_channels, :, :, end - T:end] = new[:, :, :, -T:]
 
 
 class FeedbackGPT(GPT):
-    """A model with `stack(x, positions, channels)` -> (output (B, n, D), states (S, B, n, D)) and `pool(states,
-    positions)` -> k and v (k, B, Hkv, n, d). It sets k, the number of channels; sources = S; and first = 1 if it has a
-    dummy, which then is what its `boundary` returns. Its `layers` calls `run`."""
+    """A model whose `layers` calls run_schedule, and which writes two methods:
 
-    k, sources, first = 1, 1, 0
+    stack(x, positions, channels) -> output (B, n, D), states (S, B, n, D): the layers, for any n tokens;
+    pool(states, positions) -> k, v (n_channels, B, Hkv, n, d): what these tokens publish.
+    """
+    LOOP = ("stack", "pool")                                               # what --diff shows
+    n_channels, sources, has_dummy = 1, 1, False                           # sources: S
+
+    def attend_past(self, n, q, k, v, seen):
+        self.record(n, q=q, k=k, v=v)
+        return past_attention(q, k, v, seen)
 
     def rope(self, positions):
         return super().rope(positions.to(self.embed.weight.device, non_blocking=True))
 
     def boundary(self, batch_size):
-        """The channels that are there before the first token: here none."""
+        """The keys and values before the first token: none here, the dummy's in a model that has one."""
         config = self.config
-        none = self.embed.weight.new_empty(self.k, batch_size, config.n_kv_head, 0, config.head_dim)
-        return Channels(none, none, torch.arange(0))
+        none = self.embed.weight.new_empty(self.n_channels, batch_size, config.n_kv_head, 0, config.head_dim)
+        return none, none
 
     @torch.no_grad()
     def new_cache(self, batch_size, max_tokens=None):
         """As GPT.new_cache, with the dummy, if there is one, in front of the tokens."""
-        cache = super().new_cache(batch_size, (max_tokens or self.config.block_size) + self.first)
-        if self.first:
-            store(self, cache, self.boundary(batch_size))
+        cache = super().new_cache(batch_size, (max_tokens or self.config.block_size) + self.has_dummy)
+        if self.has_dummy:
+            write_cache(self, cache, self.boundary(batch_size), 1)
         return cache
 
-
-def flops(config, T, layers, body, pool, top_is_read, seen, seen_last):
-    """`flops_per_token` of `layers` layers run by config.schedule. body: a layer's matrix products, pool: what publishing
-    a token takes, seen: how many slots a token reads on average, seen_last: how many the last one. The first pass reads
-    a pool of the embeddings; the boundary pools once more. top_is_read: the pool reads the top layer's output."""
-    pair = 4 * config.n_head * config.head_dim
-    exact = config.schedule == "autoregressive"
-    passes, grad_passes = (1, 1) if exact else (config.passes, config.grad_passes)
-    first, boundary = int(not exact), int(grad_passes < passes)
-    unread = 1 / T if exact else 1 / len(GROUPS[config.schedule](T, min(config.groups, T)))
-    layers_back = grad_passes * layers - (0 if top_is_read else grad_passes - 1)
-    pools_back = grad_passes + first - unread                             # nobody reads the last pass's last group
-    forward = passes * (layers * (body + pair * seen) + pool) + first * pool
-    return dict(train=forward + boundary * pool + layers_back * (2 * body + 2.5 * pair * seen) + 2 * pools_back * pool,
-                prefill=forward, decode=layers * (body + pair * seen_last) + pool,
-                head=2 * config.n_embd * config.padded_vocab_size)
+    def exactly(self):
+        return scheduled(self.config, schedule="autoregressive")
 
 
 @dataclass
@@ -239,15 +237,31 @@ class ScheduleConfig(GPTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.schedule not in ("autoregressive", *GROUPS):
-            raise ValueError(f"schedule={self.schedule!r}: choose one of autoregressive, {', '.join(GROUPS)}")
-        if self.groups < 1:
-            raise ValueError(f"groups={self.groups}: give a whole number of at least 1")
-        if not 1 <= self.grad_passes <= self.passes:
-            raise ValueError(f"passes={self.passes}, grad_passes={self.grad_passes}: give at least one pass with "
-                             f"gradients, and no more than there are passes")
+        self.require("block_size", self.block_size >= 2, "one token alone reads no channel: give at least 2")
+        self.require_one_of("schedule", ("autoregressive", *GROUPS))
+        self.require("groups", self.groups >= 1, "give a whole number of at least 1")
+        self.require("passes", self.passes >= 1, "give a whole number of at least 1")
+        self.require("grad_passes", 1 <= self.grad_passes <= self.passes,
+                     f"give a whole number from 1 to passes={self.passes}")
+
+
+def flops(config, T, layers, body, pool, top_is_read, seen, seen_last):
+    """`flops_per_token` of `layers` layers by config.schedule. body: a layer's matrix products. pool: one token's
+    publishing. top_is_read: the pool reads the top layer's output. seen: slots that a token reads, on average;
+    seen_last: those that the last token reads."""
+    pair = 4 * config.n_head * config.head_dim
+    exact = config.schedule == "autoregressive"
+    passes, grad_passes = (1, 1) if exact else (config.passes, config.grad_passes)
+    first, again = int(not exact), int(grad_passes < passes)              # pools before pass 1, and before gradients
+    unread = 1 / T if exact else 1 / len(GROUPS[config.schedule](T, min(config.groups, T)))
+    layers_back = grad_passes * layers - (0 if top_is_read else grad_passes - 1)
+    pools_back = grad_passes + first - unread                             # nobody reads the last group of the last pass
+    forward = passes * (layers * (body + pair * seen) + pool) + first * pool
+    return dict(train=forward + again * pool + layers_back * (2 * body + 2.5 * pair * seen) + 2 * pools_back * pool,
+                prefill=forward, decode=layers * (body + pair * seen_last) + pool,
+                head=2 * config.n_embd * config.padded_vocab_size)
 
 
 if __name__ == "__main__":
-    from tools.schedules import main
-    main()
+    from tools.draw import main
+    main(run_schedule)

@@ -1,38 +1,29 @@
 """
 WhiteMatter: every layer reads what past tokens made at any depth, through k channels that each token publishes.
 
-In a plain decoder layer l of a token reads the past at depth l alone: what the layers above have made of a past token is
-out of its reach, though it lies finished in memory. Here each token, once all layers have run, publishes k keys and
-values, each projected from its own learned mixture of all its layer states; layer l of every later token reads channel
-l mod k. A token's channels hold its deepest states, so it cannot read its own: attention is strictly causal, and the model
-is recurrent over tokens. Decoding it is exact and costs what the baseline costs; training it needs cyclic.py.
+In a plain decoder, layer l of a token reads the past at depth l alone. Here each token, once all its layers have run,
+publishes k keys and k values, each projected from its own learned mixture of all layer states. Layer l of every later
+token reads channel l mod k: attention is strictly causal, and the model is recurrent over tokens (see cyclic.py).
 
-    Zhang and Ren, WHITEMATTER, arXiv 2608.18486
+    Wenbo Zhang and Xiang Ren, WhiteMatter: All-to-All Cross-Layer Connections via KV Source Mixing, arXiv 2608.18486
 
     paper                              here
     h_0 .. h_L, h_0 the embedding      states              (S, B, n, D)     h_l is the input of code layer l
     g^r, c^r, branch r = K or V        r.pre.weight, r.post.weight          (S, D), (k, D)
-    A^r = W xi^r + b, xi^r             r.router(u)         (B, n, k, S)     xi: every second u_l, the last one included
+    A^r = W xi^r + b, xi^r             r.router(u)         (B, n, k, S)     xi: every second u_l, the last included
     m^r_j, z^r_j                       m[..., j, :], z[j]  (B, n, D)        j < k
     W^K_j, W^V_j                       r.weight[j]         (Hkv d, D)
 
-Cost, L layers, S sources: per token 2 k Hkv d cached numbers (the baseline 2 L Hkv d). Parameters: 2 k Hkv d D for the
-projections, 2 ceil(S/2) D k S for the routers, instead of 2 L Hkv d D. At the paper's D=512, L=16 a decoded token takes 0.99
-(k=8) or 1.03 times (k=16) the baseline's FLOPs, prefill 3.05 or 3.30 times, training 2.32 or 2.50 times, the head not
-counted. Half the channels save half of the cache's room, not of what a step reads: each layer streams one channel.
+    cost, S sources                    whitematter                                         baseline
+    cached numbers per token           2 k Hkv d                                           2 L Hkv d
+    parameters                         2 k Hkv d D, and 2 ceil(S/2) D k S for the routers  2 L Hkv d D
+    FLOPs, D=512, L=16, T=2048         decode 0.99, prefill 3.00, training 2.30 (k=8)      1
+                                       decode 1.03, prefill 3.20, training 2.47 (k=16)     1
 
-What breaks without each part. With its own channel in view a token would have to be finished before it starts. With the
-router's W at its start, 0, the mixture is the same for every token (`router=static` keeps it so). Without the post-mix
-norm the scale of A reaches the values. Without feedback (`depth_causal`: channel l mixes h_0..h_l) the model is no
-longer recurrent. It neither starts as the plain model nor contains it: no setting gives a token its own key back.
-
-Where paper, release and this file differ. `paper`: S = L (h_L is not mixed), and a learned dummy token, the same vector at
-every depth, in slot 0, so that the first token has something to read. `release`, the default here as in the authors' later
-recipes: S = L + 1, no dummy, and a token without a past gets attention output 0. The paper starts the dummy at 0, where
-two norms in a row have slopes of 1/sqrt(eps) and its gradient drowns all others; here it is drawn from N(0, init_std).
-The router's prior, .25 on each chosen source, is the release's; the paper speaks of one source per channel, which
-holds for k = L. The paper trains with Muon, here AdamW. Their pool is checkpointed in training, here it is not.
+These FLOPs are flops_per_token's, without the head. It neither starts as the plain model nor contains it: no setting
+gives a token its own key. Paper against release: docs/errata.md.
 """
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,67 +32,70 @@ import torch.nn.functional as F
 
 import cyclic
 import kernels
-from cyclic import FeedbackGPT, ScheduleConfig
-from model import Block, RMSNorm, normal, rotate
+import model
+from cyclic import Channels, FeedbackGPT, ScheduleConfig
+from model import QueryBlock, RMSNorm, normal, rotate
 
 
 class WhiteMatter(FeedbackGPT):
     def layers(self, x, rope, cache=None):
-        return cyclic.run(self, x, cache)                                 # a schedule of calls to the two methods below
+        return cyclic.run_schedule(self, x, cache)              # a schedule of calls to stack and pool
 
     def stack(self, x, positions, channels):
-        """Any n tokens x (B, n, D) through all layers. Layer l reads channel l mod k of earlier tokens, never its own."""
-        rope, seen, states = self.rope(positions), channels.seen_by(positions), [x]
-        keys, values = channels.k.unbind(), channels.v.unbind()           # k tensors (B, Hkv, N, d) each
+        """Any n tokens x (B, n, D) through all layers. Layer l reads channel l mod k of earlier tokens."""
+        rope, seen, states = self.rope(positions), channels.seen_from(positions), [x]
+        keys, values = channels.k.unbind(), channels.v.unbind()              # k tensors (B, Hkv, N, d) each
         for l, block in enumerate(self.blocks):
-            q, k, v = block.query(x, rope), keys[l % self.k], values[l % self.k]
-            self.record(l, x=x[None], q=q, k=k, v=v)
-            x = block.finish(x, cyclic.attend(q, k, v, seen))
-            states.append(x)                                              # h_{l+1}
-        return x, torch.stack(states[:self.sources], dim=2).movedim(2, 0)             # h_0 .. h_{S-1}: (S, B, n, D)
+            q, j = block.query(x, rope), l % self.n_channels    # what it is now comes by the stream: it has no own key
+            x = block.finish(x, self.attend_past(l, q, keys[j], values[j], seen))
+            states.append(x)                                    # h_{l+1}
+        states = torch.stack(states[:self.sources], dim=2)      # h_0 .. h_{S-1}, side by side for each token
+        return x, states.movedim(2, 0)                          # (B, n, D), (S, B, n, D)
 
     def pool(self, states, positions):
         """The k keys and k values that n tokens publish, each token's from its own states (S, B, n, D)."""
         K, V = self.project(self.keys, states), self.project(self.values, states)
-        return rotate(self.k_norm(K), self.rope(positions)).to(V.dtype), V            # (k, B, Hkv, n, d) each
+        return rotate(self.k_norm(K), self.rope(positions)), V  # (k, B, Hkv, n, d) each
 
     def project(self, r, states):
         """One branch, r = keys or values. They share nothing."""
-        u = r.pre(states.movedim(0, 2))                                   # u_l = g_l rms(h_l)           (B, n, S, D)
-        A = r.router(u)                                                   # W xi + b: signed, no softmax (B, n, k, S)
-        m = A @ u                                                         # m_j = sum_l A_jl u_l         (B, n, k, D)
-        z = r.post(m).movedim(2, 0)                                       # z_j = c_j rms(m_j)           (k, B, n, D)
-        y = z.flatten(1, 2) @ r.weight.transpose(1, 2)                    # W_j z_j                      (k, B n, Hkv d)
+        u = r.pre(states.movedim(0, 2))                         # u_l = g_l rms(h_l)           (B, n, S, D)
+        A = r.router(u)                                         # W xi + b: signed, no softmax (B, n, k, S)
+        m = A @ u                                               # m_j = sum_l A_jl u_l         (B, n, k, D)
+        z = r.post(m).movedim(2, 0)                             # z_j = c_j rms(m_j)           (k, B, n, D)
+        y = z.flatten(1, 2) @ r.weight.transpose(1, 2)          # W_j z_j                      (k, B n, Hkv d)
         return y.view(*z.shape[:3], -1, self.config.head_dim).transpose(2, 3)         # (k, B, Hkv, n, d)
-
-    # ------------------------------------------------------------------------------------------------ bookkeeping
 
     def __init__(self, config):
         super().__init__(config)
-        self.k, self.sources, self.first = config.k, config.sources, int(config.variant == "paper")
+        self.n_channels, self.sources, self.has_dummy = config.k, config.sources, config.variant == "paper"
         self.keys, self.values = Branch(config, "keys"), Branch(config, "values")
         if config.router == "shared":
             self.values.pre, self.values.router = self.keys.pre, self.keys.router
-        self.k_norm = RMSNorm((config.k, 1, 1, 1, config.head_dim), config.norm_eps) if config.qk_norm else nn.Identity()
-        if self.first:
-            self.dummy = normal(config, "dummy", config.n_embd)
+        a_gain_a_channel = (config.k, 1, 1, 1, config.head_dim)
+        self.k_norm = RMSNorm(a_gain_a_channel, config.norm_eps) if config.qk_norm else nn.Identity()
+        if self.has_dummy:                                      # not 0, as in the paper: the norms' gradient at 0 is
+            self.dummy = normal(config, "dummy", config.n_embd) # about 1/sqrt(eps) each, and would drown all others
+
+    # ------------------------------------------------------------------------------------------------ bookkeeping
 
     def make_block(self, config, n):
         return QueryBlock(config, n)
 
     def boundary(self, batch_size):
-        """Before the first token: nothing, or the dummy's channels."""
-        if not self.first:
+        """The channels before the first token: none, or the dummy's. Its state is the same vector at every depth."""
+        if not self.has_dummy:
             return super().boundary(batch_size)
-        at, states = torch.arange(1), self.dummy.expand(self.sources, batch_size, 1, -1)
-        return cyclic.Channels(*self.pool(states, at), at)
+        states = self.dummy.expand(self.sources, batch_size, 1, -1)
+        return cyclic.publish(self, states, torch.arange(1))
 
     def param_groups(self):
-        """The projections and the routers' W decay as matrices do; gains, biases and the dummy do not."""
+        """The projections and the routers' W decay as matrices do. Gains, biases and the dummy do not."""
         decay, rest = super().param_groups()
-        mine = {p for r in (self.keys, self.values) for p in (r.weight, *r.router.matrices())}
-        return [decay | dict(params=decay["params"] + [p for p in rest["params"] if p in mine]),
-                rest | dict(params=[p for p in rest["params"] if p not in mine])]
+        ours = {p for name, p in self.named_parameters()
+                if name in ("keys.weight", "values.weight") or ".router.weight" in name}
+        return [decay | dict(params=decay["params"] + [p for p in rest["params"] if p in ours]),
+                rest | dict(params=[p for p in rest["params"] if p not in ours])]
 
     def compile_pieces(self):
         super().compile_pieces()
@@ -112,126 +106,132 @@ class WhiteMatter(FeedbackGPT):
         return config.k, config.k
 
 
-class QueryBlock(Block):
-    """A block that makes queries only."""
-
-    def __init__(self, config, n):
-        super().__init__(config, n)
-        del self.wk, self.wv, self.k_norm
-
-
 class Branch(nn.Module):
-    """The parameters of the keys' or of the values' half of the pool."""
+    """The parameters of one half of the pool: name is keys or values."""
 
     def __init__(self, config, name):
         super().__init__()
         k, S, D = config.k, config.sources, config.n_embd
-        self.pre, self.post = RMSNorm((S, D), config.norm_eps), RMSNorm((k, D), 1e-4)
-        self.router = ROUTERS[config.router](config)
+        self.pre = RMSNorm((S, D), config.norm_eps)
+        self.router = make_router(config, name)
+        self.post = RMSNorm((k, D), 1e-4)                       # without it, the size of A would reach the values
         self.weight = normal(config, f"{name}.weight", k, config.n_kv_head * config.head_dim, D)
 
 
-class Static(nn.Module):
+class StaticRouter(nn.Module):
     """A = b: the same mixture for every token."""
 
-    def __init__(self, config, rows=None):
+    def __init__(self, config, rows, trained=True):
         super().__init__()
-        self.bias = nn.Parameter(PRIORS[config.prior](rows or config.k, config.sources))
-
-    def matrices(self):
-        return []
+        hold(self, "bias", prior(config, rows), trained)        # (rows, S)
 
     def forward(self, u):
-        return self.bias.expand(*u.shape[:2], -1, -1).to(u.dtype)
+        return self.bias.expand(*u.shape[:2], -1, -1).to(u.dtype)            # (B, n, rows, S)
 
 
-class Dynamic(Static):
-    """A = W xi + b, xi = every stride-th u_l side by side, the last one included. W starts at 0."""
+class DynamicRouter(StaticRouter):
+    """A = W xi + b. At the start W is 0, so the mixture is the same for every token."""
 
-    def __init__(self, config, rows=None):
-        super().__init__(config, rows)
-        S, self.stride = config.sources, config.stride
-        inputs = len(range((S - 1) % self.stride, S, self.stride)) * config.n_embd
-        self.weight = nn.Parameter(torch.zeros(self.bias.numel(), inputs))
-
-    def matrices(self):
-        return [self.weight]
+    def __init__(self, config, rows, trained=True):
+        super().__init__(config, rows, trained)
+        S, self.read = config.sources, router_inputs(config.sources, config.stride)
+        hold(self, "weight", torch.zeros(rows * S, math.ceil(S / config.stride) * config.n_embd), trained)
 
     def forward(self, u):
-        xi = u[:, :, (u.size(2) - 1) % self.stride::self.stride].flatten(2)
+        xi = u[:, :, self.read].flatten(2)                      # (B, n, ceil(S/2) D)
         return F.linear(xi, self.weight, self.bias.flatten()).unflatten(-1, self.bias.shape)
 
 
-class Shared(Dynamic):
-    """One row: a single mixture, which all channels of both branches project."""
+class DepthCausalRouter(nn.Module):
+    """Ablation without feedback: channel j mixes h_0 .. h_j, and its router reads only these. Every layer then reads
+    what earlier tokens had at its own depth or below, so L Jacobi passes are exact for any T."""
 
-    def __init__(self, config):
-        super().__init__(config, rows=1)
-
-
-class DepthCausal(nn.Module):
-    """Channel j mixes h_0 .. h_j, and its router reads only these: nothing flows from a layer to a lower one."""
-
-    def __init__(self, config):
+    def __init__(self, config, first_is_trained=True):
         super().__init__()
-        self.stride, self.sources = config.stride, config.sources
-        sizes = [(j + 1, len(range(j % self.stride, j + 1, self.stride)) * config.n_embd) for j in range(config.k)]
-        self.weight = nn.ParameterList(torch.zeros(size) for size in sizes)
-        self.bias = nn.ParameterList(0.25 * F.one_hot(torch.tensor(j), j + 1).float() for j in range(config.k))
-
-    def matrices(self):
-        return list(self.weight)
+        self.sources, self.stride = config.sources, config.stride
+        self.weight, self.bias = nn.Module(), nn.Module()       # weight.0, weight.1, ..: a row for each channel
+        for j in range(config.k):
+            inputs, trained = math.ceil((j + 1) / config.stride) * config.n_embd, j > 0 or first_is_trained
+            hold(self.weight, str(j), torch.zeros(j + 1, inputs), trained)
+            hold(self.bias, str(j), prior(config, config.k)[j, :j + 1], trained)      # the reading layer's own input
 
     def forward(self, u):
-        rows = [F.linear(u[:, :, j % self.stride:j + 1:self.stride].flatten(2), W, b)
-                for j, (W, b) in enumerate(zip(self.weight, self.bias))]
-        return torch.stack([F.pad(row, (0, self.sources - row.size(-1))) for row in rows], dim=2)
+        rows = []
+        for j in range(self.sources):
+            xi = u[:, :, router_inputs(j + 1, self.stride)].flatten(2)
+            row = F.linear(xi, getattr(self.weight, str(j)), getattr(self.bias, str(j)))         # (B, n, j + 1)
+            rows.append(F.pad(row, (0, self.sources - j - 1)))
+        return torch.stack(rows, dim=2)                         # (B, n, k, S)
 
 
-ROUTERS = {"dynamic": Dynamic, "static": Static, "shared": Shared, "depth_causal": DepthCausal}
+def prior(config, rows):
+    """The router's bias at the start, (rows, S): 0.25 where source l feeds row j."""
+    S, bias = config.sources, torch.zeros(rows, config.sources)
+    for j in range(rows):
+        for l in range(S):
+            if config.prior == "cyclic":
+                feeds = l % rows == j
+            elif config.prior == "shifted_identity":            # the output of code layer j
+                feeds = l == min(j + 1, S - 1)
+            elif config.prior == "identity":                    # its input
+                feeds = l == j
+            else:                                               # top
+                feeds = l == S - 1
+            bias[j, l] = 0.25 * feeds
+    return bias
 
 
-def prior(source):
-    """(rows, S): .25 where source l feeds row j, by the rule source(j, l, k, S)."""
-    return lambda k, S: 0.25 * torch.tensor([[float(source(j, l, k, S)) for l in range(S)] for j in range(k)])
+def make_router(config, name):
+    # The norms behind a router remove the size of its rows. Of one source nothing else is left for the keys to learn.
+    size_is_lost = name == "keys" and config.qk_norm
+    if config.router == "depth_causal":
+        return DepthCausalRouter(config, first_is_trained=not size_is_lost)
+    if config.router == "shared":                               # one mixture: all channels of both branches project it
+        return DynamicRouter(config, rows=1)
+    kind = StaticRouter if config.router == "static" else DynamicRouter
+    return kind(config, config.k, trained=config.sources > 1 or not size_is_lost)
 
 
-PRIORS = {
-    "cyclic": prior(lambda j, l, k, S: l % k == j),
-    "shifted_identity": prior(lambda j, l, k, S: l == min(j + 1, S - 1)),             # the output of layer j
-    "identity": prior(lambda j, l, k, S: l == j),
-    "top": prior(lambda j, l, k, S: l == S - 1),
-}
+def router_inputs(sources, stride):
+    """The sources that a router reads: every stride-th, the last one included."""
+    return slice((sources - 1) % stride, sources, stride)       # ceil(sources / stride) of them
+
+
+def hold(module, name, value, trained):
+    """A parameter, or a buffer where training would change nothing."""
+    module.register_parameter(name, nn.Parameter(value)) if trained else module.register_buffer(name, value)
+
+
+PRIORS = ("cyclic", "shifted_identity", "identity", "top")
 
 
 @dataclass
 class WhiteMatterConfig(ScheduleConfig):
-    k: int | None = None               # channels, from 1 to n_layer (default: half the layers; shared, depth_causal: all)
-    variant: str = "release"           # release: no dummy token, h_L is mixed too; paper: a dummy, h_L is not mixed
+    k: int | None = None               # channels, 1 to n_layer (default: n_layer // 2; shared, depth_causal: n_layer)
+    variant: str = "paper"             # paper: a dummy token, h_L is not mixed; release: no dummy, h_L is mixed
     router: str = "dynamic"            # dynamic; the paper's ablations static, shared, depth_causal
-    prior: str | None = None           # cyclic, shifted_identity, identity, top (default: the first; if k = n_layer, the second)
+    prior: str | None = None           # cyclic (default), shifted_identity (default for k=n_layer), identity, top
     stride: int = 2                    # the router reads every stride-th state
 
     def __post_init__(self):
         super().__post_init__()
-        for name, known in (("variant", ("release", "paper")), ("router", ROUTERS), ("prior", (None, *PRIORS))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(filter(None, known))}")
+        L, depth_causal = self.n_layer, self.router == "depth_causal"
+        self.require_one_of("variant", ("paper", "release"))
+        self.require_one_of("router", ("dynamic", "static", "shared", "depth_causal"))
         if self.k is None:
-            self.k = self.n_layer if self.router in ("shared", "depth_causal") else max(1, self.n_layer // 2)
-        if not 1 <= self.k <= self.n_layer:
-            raise ValueError(f"k={self.k}: give a number of channels from 1 to n_layer={self.n_layer}")
-        if self.router == "depth_causal" and self.k != self.n_layer:
-            raise ValueError(f"router=depth_causal gives each layer its own channel: set k={self.n_layer}, or leave it out")
+            self.k = L if self.router in ("shared", "depth_causal") else max(1, L // 2)
+        self.require("k", 1 <= self.k <= L, f"give a number of channels from 1 to n_layer={L}")
+        self.require("k", self.k == L or not depth_causal,
+                     f"router=depth_causal has a channel for each layer: set k={L}, or leave it out")
         if self.prior is None:
-            shifted = self.k == self.n_layer > 1 and self.router != "shared"
-            self.prior = "identity" if self.router == "depth_causal" else "shifted_identity" if shifted else "cyclic"
-        if self.router == "depth_causal" and self.prior != "identity":
-            raise ValueError(f"prior={self.prior}: router=depth_causal starts from each layer's own input: leave prior out")
-        if self.stride < 1:
-            raise ValueError(f"stride={self.stride}: give a whole number of at least 1")
-        if self.router == "static" and self.stride != 2:
-            raise ValueError(f"stride={self.stride}: router=static reads no states: leave stride out")
+            shifted = self.k == L > 1 and self.router != "shared"
+            self.prior = "identity" if depth_causal else "shifted_identity" if shifted else "cyclic"
+        self.require_one_of("prior", PRIORS)
+        self.require("prior", self.prior == "identity" or not depth_causal,
+                     "router=depth_causal starts from each layer's own input: leave prior out")
+        self.require("stride", self.stride >= 1, "give a whole number of at least 1")
+        self.require("stride", self.stride == 2 or self.router != "static",
+                     "router=static reads no states: leave stride out")
 
     @property
     def sources(self):
@@ -240,17 +240,16 @@ class WhiteMatterConfig(ScheduleConfig):
 
 
 def flops_per_token(config, T):
-    """As model.flops_per_token. One pass is all layers, reading (T - 1) / 2 earlier tokens and the dummy, and one pool;
-    the first pass reads a pool of the embeddings, and the boundary before the gradient passes pools once more."""
+    """As model.flops_per_token, by config.schedule: all layers, and a pool for each token and for the dummy."""
     L, S, D, kv = config.n_layer, config.sources, config.n_embd, config.n_kv_head * config.head_dim
     body = 4 * D * config.n_head * config.head_dim + 6 * D * config.d_ff
-    router = ROUTERS[config.router](config)
-    rows = 1 if config.router == "shared" else config.k
-    pool = 4 * (sum(W.numel() for W in router.matrices()) + rows * S * D + config.k * kv * D)
-    dummy = int(config.variant == "paper")
-    return cyclic.flops(config, T, L, body, pool, top_is_read=S > L, seen=(T - 1) / 2 + dummy, seen_last=T + dummy)
+    rows, dummy = 1 if config.router == "shared" else config.k, int(config.variant == "paper")
+    W = sum(t.numel() for name, t in make_router(config, "values").named_parameters() if name.startswith("weight"))
+    pool = 4 * (W + rows * S * D + config.k * kv * D)           # two branches: router, mix, projections
+    flops = cyclic.flops(config, T, L, body, pool, top_is_read=S > L, seen=(T - 1) / 2 + dummy, seen_last=T + dummy)
+    return model.plus(flops, dummy * pool / T) | dict(decode=flops["decode"])         # decoding finds the dummy cached
 
 
 if __name__ == "__main__":
     from tools.prove import main
-    main("whitematter")
+    main({"whitematter": (WhiteMatterConfig, WhiteMatter)})

@@ -1,88 +1,86 @@
 """
 LCKV: all layers of a condensed block read the keys and values of the block's top layer, which alone makes any.
 
-Most layers of a cache hold what the layers below them made of a token; the top one holds what became of it. Here only
-the top layer of the block publishes, and every layer of the block reads that. The top of a token is finished last, so a
-token cannot read its own: attention in the block is strictly causal, and a layer reads above itself. A few ordinary
-layers below and above the block, the warm-up layers, keep their own cache and mend most of what the condensing costs.
+Most slots of a cache hold what the lower layers made of a token; the top one holds what became of it. Here only the top
+layer of the block publishes, and every layer of the block reads that. The top layer of a token finishes last, so
+attention in the block is strictly causal, and its layers read above themselves. A few ordinary layers below and above
+the block, the warm-up layers, keep their own cache.
 
-    Wu and Tu, Layer-Condensed KV Cache, arXiv 2405.10637; compared in Zhang and Ren, WHITEMATTER, arXiv 2608.18486
+    Haoyi Wu and Kewei Tu, Layer-Condensed KV Cache for Efficient Inference of Large Language Models, arXiv 2405.10637
 
     paper                                 here
     w warm-up layers, a sandwich          self.below, self.above    w // 2 of them, and the rest
-    the condensed layers                  self.block                code layers w // 2 .. L - (w - w // 2) - 1
+    the condensed layers                  self.condensed            code layers w // 2 .. L - (w - w // 2) - 1
     K, V of the block's top layer         channels                  (1, B, Hkv, N, d), of its normed input
     m = 7 passes, b = 2 with gradients    passes=9, grad_passes=2   Jacobi: all tokens read the pass before
 
-Cost: w + 1 slots of cache in place of L; (L - w - 1)(2 D Hkv d + d) parameters less. Decoding costs less than the
-baseline's. Training and prefill take nine passes through the block; only the two with gradients keep activations.
+    cost                             lckv                              baseline
+    cached numbers per token         2 (w + 1) Hkv d                   2 L Hkv d
+    parameters of keys and values    (w + 1) (2 D Hkv d + d)           L (2 D Hkv d + d)
+    passes through the block         9 in training and prefill         1
 
-What breaks without each part: without the mask on the diagonal a token would have to be finished before it starts. In
-the release, with one gradient pass, W^K and W^V learn nothing from the layers below the top, since those read a pass
-without gradients; cyclic.py projects once more at the boundary. Without warm-up layers the loss is worse (the paper's).
-
-Where paper, release and this file differ. This is the model that the WhiteMatter authors compare, less the second norm
-that they put between the top layer's norm and the projections, with gains of its own for K and for V. In the release
-the top layer is an ordinary one, which reads itself too; the first pass reads zeros, here a projection of the block's
-input; prompts of up to m + b tokens run one by one, here config.schedule decides. Its plain attention adds two masks of
-finite minima, so that the first token reads every later one; its decoding masks the newest slot in place of the empty
-one, so that a token misses the one before it. Here masks are boolean, and a token without a past gets 0.
+This is the model that the WhiteMatter paper compares, with one norm fewer. Paper against release: docs/errata.md.
 """
 from dataclasses import dataclass
 
 import cyclic
+import model
 from cyclic import FeedbackGPT, ScheduleConfig
-from model import Block, attend
-from whitematter import QueryBlock
+from model import Block, QueryBlock, causal_attention
 
 
 class LCKV(FeedbackGPT):
     def layers(self, x, rope, cache=None):
-        x = self.warm_up(self.below, x, rope, cache)
-        x = cyclic.run(self, x, cache)                                   # the block: a schedule of stack and pool
+        x = self.warm_up(self.below, x, rope, cache)            # without warm-up layers the loss is worse (the paper's)
+        x = cyclic.run_schedule(self, x, cache)                 # the block: a schedule of calls to stack and pool
         return self.warm_up(self.above, x, rope, cache)
 
     def stack(self, x, positions, channels):
         """Any n tokens x (B, n, D) through the block, where every layer reads the one channel of earlier tokens."""
-        rope, seen = self.rope(positions), channels.seen_by(positions)
-        k, v = channels.k[0], channels.v[0]
-        for n in self.block:
-            q, h = self.blocks[n].query(x, rope), x
-            self.record(n, x=x[None], q=q, k=k, v=v)
-            x = self.blocks[n].finish(x, cyclic.attend(q, k, v, seen))
-        return x, h[None]                                                # h: the input of the top layer
+        rope, seen = self.rope(positions), channels.seen_from(positions)
+        k, v = channels.k[0], channels.v[0]                     # (B, Hkv, N, d) each
+        for n in self.condensed:
+            q, below = self.blocks[n].query(x, rope), x
+            x = self.blocks[n].finish(x, self.attend_past(n, q, k, v, seen))
+        return x, below[None]                                   # the output, and the top layer's input (1, B, n, D)
 
     def pool(self, states, positions):
-        """The K and V of the block's top layer, from its input: the only ones that are published."""
-        k, v = self.blocks[self.block[-1]].kv(states[0], self.rope(positions))
-        return k[None].to(v.dtype), v[None]
+        """The keys and values of the block's top layer, from its input: the only ones that are published."""
+        k, v = self.blocks[self.condensed[-1]].kv(states[0], self.rope(positions))
+        return k[None], v[None]                                 # (1, B, Hkv, n, d): one channel
 
     def warm_up(self, layers, x, rope, cache):
-        for n, slot in layers:
+        for n in layers:
             q, k, v = self.blocks[n].qkv(x, rope)
-            self.record(n, x=x[None], q=q, k=k, v=v)
-            x = self.blocks[n].finish(x, attend(q, k, v, cache, slot))
+            x = self.blocks[n].finish(x, self.attend(n, q, k, v, cache))
         return x
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
 
+    LOOP = ("layers", "stack", "pool", "warm_up")
+
     def __init__(self, config):
         super().__init__(config)
-        self.block = block(config)
-        ordinary = [n for n in range(config.n_layer) if n not in self.block]
-        slots = [(n, slot) for slot, n in enumerate(ordinary, 1)]        # slot 0 is the channel
-        self.below, self.above = slots[:config.w // 2], slots[config.w // 2:]
+        self.condensed = condensed(config)
+        self.below, self.above = range(self.condensed.start), range(self.condensed.stop, config.n_layer)
+        self.slot = {n: slot for slot, n in enumerate((*self.below, *self.above), 1)}            # slot 0 is the channel
+
+    def attend(self, n, q, k, v, cache=None):
+        self.record(n, q=q, k=k, v=v)
+        if cache is not None:
+            k, v = cache.append(self.slot[n], k, v)
+        return causal_attention(q, k, v)
 
     def make_block(self, config, n):
-        return QueryBlock(config, n) if n in block(config)[:-1] else Block(config, n)
+        return QueryBlock(config, n) if n in condensed(config)[:-1] else Block(config, n)
 
     @staticmethod
     def cache_slots(config):
         return config.w + 1, config.w + 1
 
 
-def block(config):
-    """The code layers of the condensed block."""
+def condensed(config):
+    """The code layers of the block."""
     return range(config.w // 2, config.n_layer - (config.w - config.w // 2))
 
 
@@ -96,21 +94,20 @@ class LCKVConfig(ScheduleConfig):
         super().__post_init__()
         if self.w is None:
             self.w = min(2, self.n_layer - 1)
-        if not 0 <= self.w < self.n_layer:
-            raise ValueError(f"w={self.w}: give a number from 0 to n_layer-1={self.n_layer - 1}; with n_layer warm-up "
-                             f"layers this is the baseline, --model=gpt")
+        self.require("w", 0 <= self.w < self.n_layer,
+                     f"give a number from 0 to {self.n_layer - 1}; with warm-up layers alone this is --model=gpt")
 
 
 def flops_per_token(config, T):
     """As model.flops_per_token: the warm-up layers once, the block by its schedule."""
-    D, kv, pair = config.n_embd, config.n_kv_head * config.head_dim, 4 * config.n_head * config.head_dim
-    body, pool, w = D * pair + 6 * D * config.d_ff, 4 * D * kv, config.w
-    flops = cyclic.flops(config, T, config.n_layer - w, body, pool, top_is_read=False, seen=(T - 1) / 2, seen_last=T)
-    warm, attention = w * (body + pool), w * pair * (T + 1) / 2
-    return dict(train=flops["train"] + 3 * warm + 3.5 * attention, prefill=flops["prefill"] + warm + attention,
-                decode=flops["decode"] + warm + 2 * attention, head=flops["head"])
+    D, kv = config.n_embd, config.n_kv_head * config.head_dim
+    body, pool = 4 * D * config.n_head * config.head_dim + 6 * D * config.d_ff, 4 * D * kv
+    block = cyclic.flops(config, T, config.n_layer - config.w, body, pool,
+                         top_is_read=False, seen=(T - 1) / 2, seen_last=T)
+    plain, share = model.flops_per_token(config, T), config.w / config.n_layer
+    return block | {kind: block[kind] + share * plain[kind] for kind in ("train", "prefill", "decode")}
 
 
 if __name__ == "__main__":
     from tools.prove import main
-    main("lckv")
+    main({"lckv": (LCKVConfig, LCKV)})
