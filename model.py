@@ -328,25 +328,25 @@ class GPT(nn.Module):
         if self.trace is None:
             yield
             return
-        inputs, hooks, methods = {}, [], [vars(block).get("finish") for block in self.blocks]
+        inputs, hooks, before = {}, [], [vars(block).get("finish") for block in self.blocks]
 
-        def finish(block, norms, residual, attention):
+        def finish(plain, norms, residual, attention):
             ways = [inputs[norm] for norm in norms]
             if len(ways) > 1 or residual is not ways[0]:
                 ways.append(residual)
             self.record(self.newest, x=torch.stack(ways))
-            return type(block).finish(block, residual, attention)
+            return plain(residual, attention)
 
         for block in self.blocks:
             norms = [norm for name, norm in block.named_children() if name.startswith("norm1")]
             hooks += [norm.register_forward_pre_hook(lambda norm, args: inputs.update({norm: args[0]})) for norm in norms]
-            block.finish = functools.partial(finish, block, norms)
+            block.finish = functools.partial(finish, block.finish, norms)
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for block, method in zip(self.blocks, methods):
+            for block, method in zip(self.blocks, before):
                 del block.finish
                 if method:
                     block.finish = method

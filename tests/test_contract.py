@@ -136,7 +136,7 @@ def test_greedy_text_is_the_same_with_and_without_cache(arm):
 def test_every_parameter_gets_a_gradient_and_stands_in_one_group(arm):
     model = make(arm).train()
     model(ids(2, 20), ids(2, 20, seed=2)).backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
     held = [id(p) for group in model.param_groups() for p in group["params"]]
     assert sorted(held) == sorted(map(id, model.parameters()))
     assert all(set(group) == {"params", "decay", "lr_scale"} for group in model.param_groups())
@@ -182,8 +182,8 @@ def test_under_bf16_autocast_it_trains(arm):
 
 
 @arms
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_in_half_precision_computes_and_decodes_in_it(arm, dtype):
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.0125)])       # 8 to 1, as their steps
+def test_a_model_in_half_precision_computes_and_decodes_in_it(arm, dtype, tolerance):
     model, idx = make(arm), ids(2, 20)
     expected = model(idx)
     model.to(dtype)
@@ -191,7 +191,7 @@ def test_a_model_in_half_precision_computes_and_decodes_in_it(arm, dtype):
     parts = torch.cat([model(piece, cache=cache) for piece in idx.split([7, 1, 12], dim=1)], dim=1)
     assert parts.dtype == cache.k.dtype == dtype
     for logits in (parts, model(idx)):
-        assert (logits - expected).abs().max() < 0.1 * expected.abs().max()
+        assert (logits - expected).norm() < tolerance * expected.norm()
 
 
 @arms

@@ -1,4 +1,4 @@
-"""tools/probe.py: its numbers against hand-computed ones, its patterns against every model's own attention."""
+"""tools/probe: its numbers against hand-computed ones, its patterns against every model's own attention."""
 import json
 import math
 import shutil
@@ -10,7 +10,8 @@ import torch
 import train
 from model import GPT, GPTConfig
 from tests.test_contract import ARMS, ids, make
-from tools import figures, inside, probe
+from tools.probe import __main__ as probe
+from tools.probe import figures, inside, measures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=24", "--batch_size=2", "--max_iters=2",
@@ -22,14 +23,14 @@ CAUSAL = torch.ones(512, 512, dtype=torch.bool).tril()
 
 def test_uniform_causal_attention_has_the_entropy_and_the_first_token_that_it_must():
     """a_j = sum over t >= j of 1/t. At T = 512: entropy 5.818, not ln 512; the first token has 6.8 times the mean."""
-    A = probe.uniform(CAUSAL).double()
-    a = probe.importance(A)[0]
+    A = measures.uniform(CAUSAL).double()
+    a = measures.importance(A)[0]
     by_hand = [sum(1 / t for t in range(j, 513)) for j in range(1, 513)]
     assert a.tolist() == pytest.approx(by_hand, rel=1e-5)
     entropy = -sum(x / 512 * math.log(x / 512) for x in by_hand)
-    assert probe.importance_entropy(A).item() == pytest.approx(entropy, rel=1e-6)
-    assert round(probe.importance_entropy(A).item(), 3) == 5.818 and round((a[0] / a.mean()).item(), 1) == 6.8
-    assert probe.first_mass(A).item() == pytest.approx((by_hand[0] - 1) / 511, rel=1e-5)
+    assert measures.importance_entropy(A).item() == pytest.approx(entropy, rel=1e-6)
+    assert round(measures.importance_entropy(A).item(), 3) == 5.818 and round((a[0] / a.mean()).item(), 1) == 6.8
+    assert measures.first_mass(A).item() == pytest.approx((by_hand[0] - 1) / 511, rel=1e-5)
 
 
 def test_a_pure_sink_gives_all_to_the_first_token():
@@ -37,38 +38,38 @@ def test_a_pure_sink_gives_all_to_the_first_token():
     sink, self_only = torch.zeros(8, 8), torch.eye(8)
     sink[:, 0] = 1
     A = torch.stack((sink, self_only))[None]
-    assert probe.first_mass(A).tolist() == [1, 0] and probe.sink_rate(probe.first_mass(A)).item() == 0.5
-    assert probe.importance(A)[0].tolist() == [4.5] + [0.5] * 7
+    assert measures.first_mass(A).tolist() == [1, 0] and measures.sink_rate(measures.first_mass(A)).item() == 0.5
+    assert measures.importance(A)[0].tolist() == [4.5] + [0.5] * 7
     by_hand = -(4.5 / 8 * math.log(4.5 / 8) + 7 * 0.5 / 8 * math.log(0.5 / 8))
-    assert probe.importance_entropy(A).item() == pytest.approx(by_hand, rel=1e-6)
-    assert probe.importance_entropy(A[:, :1]).item() == 0                 # one token has it all
+    assert measures.importance_entropy(A).item() == pytest.approx(by_hand, rel=1e-6)
+    assert measures.importance_entropy(A[:, :1]).item() == 0                 # one token has it all
 
 
 def test_the_first_rows_own_attention_does_not_count_as_mass():
     A = torch.tensor([[1.0, 0, 0], [0.2, 0.8, 0], [0.4, 0.5, 0.1]])[None, None]
-    assert probe.first_mass(A).item() == pytest.approx(0.3)
-    assert probe.sink_rate(torch.tensor([[0.3, 0.31, 0.9, 0.0]], dtype=torch.float64)).item() == 0.5
+    assert measures.first_mass(A).item() == pytest.approx(0.3)
+    assert measures.sink_rate(torch.tensor([[0.3, 0.31, 0.9, 0.0]], dtype=torch.float64)).item() == 0.5
 
 
 def test_similarity_is_1_of_equal_states_and_by_hand_of_three_tokens():
-    assert probe.token_similarity(torch.randn(1, 1, 9).expand(2, 5, 9)).item() == pytest.approx(1, abs=1e-6)
+    assert measures.token_similarity(torch.randn(1, 1, 9).expand(2, 5, 9)).item() == pytest.approx(1, abs=1e-6)
     h = torch.tensor([[[1.0, 0], [0, 2], [3, 3]]])                       # cosines 0, 1/sqrt 2, 1/sqrt 2
-    assert probe.token_similarity(h).item() == pytest.approx(2 ** 0.5 / 3, rel=1e-6)
-    assert probe.token_similarity(torch.eye(4)[None]).item() == 0
+    assert measures.token_similarity(h).item() == pytest.approx(2 ** 0.5 / 3, rel=1e-6)
+    assert measures.token_similarity(torch.eye(4)[None]).item() == 0
 
 
 def test_adjacent_cosine_is_a_mean_over_tokens_by_stream():
     x = torch.tensor([[[[1.0, 0], [0, 1]]], [[[1.0, 0], [1, 1]]]])       # (2 ways, B=1, T=2, D=2)
     below = torch.tensor([[[[2.0, 0], [0, 5]]], [[[0.0, 1], [1, 0]]]])
-    assert probe.adjacent_cosine(x, below).tolist() == pytest.approx([1, 0.5 ** 0.5 / 2])
+    assert measures.adjacent_cosine(x, below).tolist() == pytest.approx([1, 0.5 ** 0.5 / 2])
 
 
 def test_the_first_value_is_measured_against_the_mean_of_the_others_heads_side_by_side():
     v = torch.zeros(1, 2, 3, 2)                                          # norms 5 (3 and 4 in two heads), 2, 8
     v[0, 0, 0, 0], v[0, 1, 0, 1], v[0, 0, 1, 0], v[0, 1, 2, 1] = 3, 4, 2, 8
-    assert probe.first_norm(v).item() == 1
+    assert measures.first_norm(v).item() == 1
     v[0, :, 0] = 0
-    assert probe.first_norm(v).item() == 0
+    assert measures.first_norm(v).item() == 0
 
 
 def test_a_pattern_by_hand_and_a_token_that_sees_nothing():
@@ -271,7 +272,7 @@ def test_a_sink_is_found_and_none_is_said_to_leave_the_claim_untested():
     some = dict(mass=[0.02, 0.4], sink_rate=[0, 0.5], mass_by_head=[[0.01, 0.03], [0.02, 0.78]]) | facts
     assert figures.sink_found("x", some | dict(dummy=True)) == \
         "x: 25% of all heads are sinks, most of them in layer 1 (50%); mass on the dummy 0.21."
-    T4 = probe.first_mass(probe.uniform(CAUSAL[:4, :4])).item()          # (1/2 + 1/3 + 1/4) / 3: all would be sinks
+    T4 = measures.first_mass(measures.uniform(CAUSAL[:4, :4])).item()          # (1/2 + 1/3 + 1/4) / 3: all would be sinks
     assert figures.sink_found("x", some | dict(mass_uniform=[0.1, T4])) == \
         "x: cannot be told in windows this short, where looking at all that is seen alike puts 0.36 on the first " \
         "token; mass on it 0.21."
@@ -352,8 +353,8 @@ def test_one_command_makes_numbers_pictures_and_a_page(runs, tiny_data, tmp_path
     similarity, mass = 0, 0
     for idx in windows:
         trace, states, _ = inside.look(model, idx)
-        similarity += probe.token_similarity(states[2]).item() / 3
-        mass += probe.first_mass(inside.attention(model, 1, trace)[0]).mean().item() / 3
+        similarity += measures.token_similarity(states[2]).item() / 3
+        mass += measures.first_mass(inside.attention(model, 1, trace)[0]).mean().item() / 3
     assert results["mudd"]["similarity"][2] == pytest.approx(similarity, rel=1e-5)
     assert results["mudd"]["mass"][1] == pytest.approx(mass, rel=1e-5)
     assert results["value_residual"]["lambdas"]["lam1"] == [None, 0.5] and results["mudd"]["lambdas"] == {}

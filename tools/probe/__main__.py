@@ -77,7 +77,7 @@ def probe(model, windows, bar):
         mass_uniform=[first_mass(A).item() for A in references],
         own_value=mean["own"], moved_value=mean["moved"],
         entropy=mean["entropy"], entropy_uniform=[importance_entropy(A).item() for A in references],
-        lambdas=lambdas(model), lambdas_trained=trained, dummy=getattr(model, "first", 0) == 1,
+        lambdas=lambdas(model), lambdas_trained=trained, dummy=getattr(model, "has_dummy", False),
         reads=dict(own=own, past=past), error=max(n["error"].max().item() for n in numbers))
     if tables[0]:
         _, what, unit, rows, columns = next(row for cls, row in TABLES.items() if isinstance(model, cls))

@@ -10,17 +10,16 @@ import itertools
 
 import torch
 
-import whitematter
 from baselines.feedback import Feedback
 from baselines.fusedkv import FusedKV
 from baselines.lime import LIMe
 from baselines.shortcuts import Shortcut
 from cyclic import FeedbackGPT
 from depth_attention import DepthAttention, LoopedDepthAttention, sources
-from model import repeat_kv
+from model import causal_mask, repeat_kv
 from mudd import MUDD, mixed_ways
 from value_residual import ValueResidual
-from whitematter import WhiteMatter
+from whitematter import StaticRouter, WhiteMatter
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention, from the trace
@@ -38,11 +37,11 @@ def pattern(q, k, seen, own_k=None):
 
 def seen_by(model, n, T):
     """(T, S): the slots that T tokens may read in layer n. Where layers feed back: those strictly before the token."""
-    own, slot = torch.arange(T)[:, None], torch.arange(T)
-    if isinstance(model, FeedbackGPT) and n in getattr(model, "block", range(model.config.n_layer)):
-        distance = own + model.first - torch.arange(T + model.first)
+    if isinstance(model, FeedbackGPT) and n in getattr(model, "condensed", range(model.config.n_layer)):
+        dummy = int(model.has_dummy)
+        distance = torch.arange(T)[:, None] + dummy - torch.arange(T + dummy)
         return (distance > 0) & (distance <= getattr(model, "window", torch.inf))
-    return slot <= own
+    return causal_mask(T, T, "cpu")
 
 
 def attention(model, n, trace):
@@ -137,22 +136,16 @@ def direct_reads(model, idx):
     by this read when every state is shaken independently by the same small part of its norm. Zero is exactly zero: no
     path. Feedback models run token by token here, so that a past token's upper layers are leaves too.
     """
-    made, T, config = [[] for _ in model.blocks], idx.size(1), model.config
+    made, T = [[] for _ in model.blocks], idx.size(1)
 
     def cut(l, finish, x, attention):
         y = finish(x, attention)
         made[l].append((y, y.detach().requires_grad_()))
         return made[l][-1][1]
 
-    h0, schedule = model.embed(idx).detach().requires_grad_(), getattr(config, "schedule", None)
-    try:
-        if schedule:
-            config.schedule = "autoregressive"
-        with finishing(model, cut):
-            top = model.layers(h0, model.rope(torch.arange(T, device=idx.device)))
-    finally:
-        if schedule:
-            config.schedule = schedule
+    h0 = model.embed(idx).detach().requires_grad_()
+    with model.exactly(), finishing(model, cut):
+        top = model.layers(h0, model.rope(torch.arange(T, device=idx.device)))
     readers = [*by_step(model, [[y for y, _ in calls] for calls in made], T, 1), top]
     leaves = [[leaf for _, leaf in calls] for calls in made]
     size = [h.detach().norm(dim=-1) for h in (h0, *by_step(model, leaves, T, 1))]                     # |h|: (B, T) each
@@ -212,7 +205,7 @@ def router(model, trace, states):
     tables, u = {}, torch.stack(states[:model.sources], dim=2)           # (B, T, S, D)
     for name, r in (("keys", model.keys), ("values", model.values)):
         A = r.router(r.pre(u))[0]                                        # (T, k, S)
-        tables[name] = A[:1] if type(r.router) is whitematter.Static else A
+        tables[name] = A[:1] if type(r.router) is StaticRouter else A
     return {"both, all channels": tables["keys"]} if model.config.router == "shared" else tables
 
 
