@@ -14,9 +14,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-ELSEWHERE = {"lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "steps": "max_iters", "iters": "max_iters",
-             "seq_len": "block_size", "context_length": "block_size", "d_model": "n_embd",
-             "accum": "gradient_accumulation_steps"}                         # names that other projects use
+ELSEWHERE = {"lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "accum": "gradient_accumulation_steps",
+             "steps": "max_iters", "seq_len": "block_size", "context_length": "block_size", "d_model": "n_embd"}
 
 
 class SettingError(ValueError):
@@ -36,7 +35,8 @@ def read(argv, paths=None):
         elif argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             flags[name.replace("-", "_")] = value if equals else True
-        elif before.startswith("--") and "=" not in before and not Path(argument).exists() and not preset_path(argument):
+        elif re.fullmatch("--[^=]+", before) and not (preset_path(argument) or Path(argument).suffix == ".toml" or
+                                                      Path(argument).exists()):
             raise SettingError(f"{before} {argument}: write {before}={argument}")
         elif paths is None:
             settings |= load_preset(argument)
@@ -55,7 +55,7 @@ def load_preset(name):
     path = preset_path(name)
     if path is None:
         known = ", ".join(sorted(path.name for path in HERE.glob("*.toml")))
-        raise SettingError(f"{str(name)!r} is no preset: give a TOML file, one of {known}, or a setting as --name=value")
+        raise SettingError(f"{str(name)!r} is no preset: give a TOML file, one of {known}, or a setting, --name=value")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -63,7 +63,7 @@ def load_preset(name):
 
 
 def choose(settings, models):
-    """(name, value of `models`) for the setting `model`, gpt if it is not given. SettingError if there is no such model."""
+    """(name, value of `models`) for the setting `model`, gpt if it is not given; SettingError if it is none of them."""
     name = convert("model", settings.get("model", "gpt"), str)
     if name not in models:
         raise SettingError(f"--model={name}: choose one of {', '.join(models)}")
@@ -71,8 +71,8 @@ def choose(settings, models):
 
 
 def build(settings, *classes, models={}):
-    """{name: value} -> one instance of each dataclass. SettingError for a name that none of them has, for a value of the
-    wrong type, and for what a class itself refuses (ValueError). `models` {name: config class} helps to explain a name."""
+    """{name: value} -> one instance of each dataclass. SettingError for a name that none of them has, a value of the
+    wrong type, and what a class itself refuses (ValueError). `models` {name: config class} serves to explain a name."""
     known = {field.name: hint for cls in classes for field, hint, _ in fields(cls)}
     for name in settings:
         if name not in known:
@@ -89,7 +89,7 @@ def build(settings, *classes, models={}):
 
 
 def convert(name, value, hint):
-    """A string from the command line, or a TOML value, as the type that the field asks for. SettingError if it cannot be."""
+    """A string from the command line, or a TOML value, as the type of its field; SettingError if it does not fit."""
     if isinstance(hint, types.UnionType):                                # X | None
         if value is None or str(value).lower() == "none":
             return None
@@ -97,11 +97,11 @@ def convert(name, value, hint):
     if "\0" in str(value):
         raise SettingError(f"--{name}={value!r}: a setting cannot hold a NUL character")
     if typing.get_origin(hint) is typing.Literal:
-        words = typing.get_args(hint)
-        switch = "on" if WORDS.get(str(value).lower()) else "off" if str(value).lower() in WORDS else None
-        if str(value) in words or switch in words:
-            return str(value) if str(value) in words else switch
-        raise SettingError(f"--{name}={value}: choose one of {', '.join(words)}")
+        switch = {True: "on", False: "off"}.get(WORDS.get(str(value).lower()))
+        for word in (value, switch):
+            if word in typing.get_args(hint):
+                return word
+        raise SettingError(f"--{name}={value}: choose one of {', '.join(typing.get_args(hint))}")
     try:
         if hint is bool:
             return WORDS[str(value).lower()]
@@ -138,7 +138,7 @@ def help_text(*configs, models=()):
         cls = config if isinstance(config, type) else type(config)
         lines.append(f"\n{cls.__name__}")
         for field, _, comment in fields(cls):
-            lines.append(f"  --{field.name + '=' + str(getattr(config, field.name, field.default)):<32} {comment}")
+            lines.append(f"  --{field.name + '=' + str(getattr(config, field.name)):<32} {comment}")
     if models:
         lines.append(f"\nModels: {', '.join(models)}\nThe settings of another model: --model=NAME --help")
     return "\n".join(lines)
