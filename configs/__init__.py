@@ -1,7 +1,4 @@
-"""Settings: the defaults of dataclasses, then presets (TOML files), then flags `--name=value`.
-
-A dataclass alone names its settings: the comment behind a field is the field's line in `--help`.
-"""
+"""Settings: dataclass defaults, then TOML presets, then flags. The comment behind a field is its line in `--help`."""
 import dataclasses
 import difflib
 import functools
@@ -35,8 +32,7 @@ def read(argv, paths=None):
         elif argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             flags[name.replace("-", "_")] = value if equals else True
-        elif re.fullmatch("--[^=]+", before) and not (preset_path(argument) or Path(argument).suffix == ".toml" or
-                                                      Path(argument).exists()):
+        elif re.fullmatch("--[^=]+", before) and not (preset_path(argument) or re.search(r"\.toml$|[/\\]", argument)):
             raise SettingError(f"{before} {argument}: write {before}={argument}")
         elif paths is None:
             settings |= load_preset(argument)
@@ -97,11 +93,10 @@ def convert(name, value, hint):
     if "\0" in str(value):
         raise SettingError(f"--{name}={value!r}: a setting cannot hold a NUL character")
     if typing.get_origin(hint) is typing.Literal:
-        switch = {True: "on", False: "off"}.get(WORDS.get(str(value).lower()))
-        for word in (value, switch):
-            if word in typing.get_args(hint):
-                return word
-        raise SettingError(f"--{name}={value}: choose one of {', '.join(typing.get_args(hint))}")
+        words, switch = typing.get_args(hint), {True: "on", False: "off"}.get(WORDS.get(str(value).lower()))
+        if value in words or switch in words:
+            return value if value in words else switch
+        raise SettingError(f"--{name}={value}: choose one of {', '.join(words)}")
     try:
         if hint is bool:
             return WORDS[str(value).lower()]
@@ -118,8 +113,7 @@ def convert(name, value, hint):
         return hint(value)
     except (KeyError, ValueError, TypeError, OverflowError):
         wanted = {bool: "yes or no", int: "a whole number", float: "a number", str: "a word, in TOML between quotes,"}
-        wanted = wanted.get(hint, "numbers like 5,6,7")
-        raise SettingError(f"--{name}={value}: {wanted} is wanted here") from None
+        raise SettingError(f"--{name}={value}: {wanted.get(hint, 'numbers like 5,6,7')} is wanted here") from None
 
 
 @functools.cache
