@@ -132,7 +132,9 @@ def help_text(*configs, models=()):
         cls = config if isinstance(config, type) else type(config)
         lines.append(f"\n{cls.__name__}")
         for field, _, comment in fields(cls):
-            lines.append(f"  --{field.name + '=' + str(getattr(config, field.name)):<32} {comment}")
+            value = getattr(config, field.name)
+            value = f"{value:.6g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
+            lines.append(f"  --{field.name + '=' + value:<32} {comment}")
     if models:
         lines.append(f"\nModels: {', '.join(models)}\nThe settings of another model: --model=NAME --help")
     return "\n".join(lines)

@@ -102,8 +102,8 @@ def test_a_model_is_chosen_by_its_name():
 
 
 def test_help_shows_the_values_in_use_and_the_models():
-    said = configs.help_text(*built("--n_layer=3", "--learning_rate=1e-2"), models=MODELS)
-    for words in ("--n_layer=3 ", "--learning_rate=0.01 ", "--d_ff=256 ", "inner width", "gpt, one, two"):
+    said = configs.help_text(*built("--n_layer=3", "--learning_rate=1e-2", "--out_dir=\n"), models=MODELS)
+    for words in ("--n_layer=3 ", "--learning_rate=0.01 ", "--d_ff=256 ", "inner width", "=\\n ", "gpt, one, two"):
         assert words in said
     assert "--n_layer=4 " in configs.help_text(Shape)
 
