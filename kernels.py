@@ -45,7 +45,7 @@ def replace_method(module, name, function):
 
 
 def restore(model):
-    """Undo model.compile_pieces(): in the model and its modules, delete the attributes that hide a method of the class."""
+    """Undo model.compile_pieces(): in every module, delete the attributes that hide a method of its class."""
     for module in model.modules():
         for name in [name for name in vars(module) if callable(vars(module)[name]) and hasattr(type(module), name)]:
             delattr(module, name)
