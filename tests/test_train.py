@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import data
 import kernels
 import train
+from trainer import checkpoint, evaluate, run_folder
 from configs import SettingError
 from train import MODELS, TrainConfig, learning_rate, load_checkpoint
 
@@ -38,9 +40,26 @@ def losses(folder):
     return {record["step"]: record["loss"] for record in log(folder) if "loss" in record}
 
 
+def at_step(patch, step, action):
+    """action(run) is done before optimizer step `step` (counted from 0)."""
+    def micro_batches(run, now, plain=train.micro_batches):
+        if now == step:
+            action(run)
+        return plain(run, now)
+    patch.setattr(train, "micro_batches", micro_batches)
+
+
 def stop_after(patch, step):
     """As if Ctrl-C came during that step."""
-    patch.setattr(train.Run, "agree", lambda self, loss: (loss.item(), self.step == step - 1))
+    at_step(patch, step - 1, lambda run: setattr(run, "stop", True))
+
+
+def refused(function, *arguments):
+    """The one line with which a program ends."""
+    with pytest.raises(SystemExit) as stopped:
+        function(*arguments)
+    assert stopped.value.code and "\n" not in str(stopped.value.code)
+    return str(stopped.value.code)
 
 
 def equal_state(a, b):
@@ -132,19 +151,6 @@ def test_a_resumed_run_takes_the_optimizers_settings_as_they_are_asked_for_now(r
     assert "a step has 5 sequences and had 4" in capsys.readouterr().out
 
 
-def test_a_failing_validation_loses_no_step(run, monkeypatch):
-    def out_of_memory(*args, **how):
-        raise MemoryError
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "evaluate", out_of_memory)
-        with pytest.raises(SystemExit, match="out of memory"):
-            run("--max_iters=4", "--eval_interval=3", "--out_dir=parts")
-    assert torch.load("parts/last.pt", weights_only=True)["step"] == 3
-    train.main(["--resume", "--out_dir=parts"])
-    run("--max_iters=4", "--eval_interval=3", "--out_dir=whole")
-    equal_state("whole/last.pt", "parts/last.pt")
-
-
 def test_dropout_changes_the_run_and_the_seed_does(run):
     for name, flags in {"a": [], "b": ["--dropout=0.2"], "c": ["--seed=2"]}.items():
         run(f"--out_dir={name}", "--max_iters=2", *flags)
@@ -169,7 +175,7 @@ def test_validation_is_exact_and_does_not_depend_on_the_batch_size(run, tiny_dat
             x, y = stream[start:min(start + 16, 700)], stream[start + 1:start + 17]
             nats += F.cross_entropy(model(x[None])[0], y, reduction="sum").item()
     for batch_size in (1, 3, 64):
-        loss, bits = train.evaluate(model, tokens, tokenizer, batch_size)
+        loss, bits = evaluate.evaluate(model, tokens, tokenizer, batch_size)
         assert loss == pytest.approx(nats / 700, abs=1e-6)
         assert bits == pytest.approx(nats / 700 / math.log(2), abs=1e-6)       # one byte a token, no end of text inside
 
@@ -183,7 +189,7 @@ def test_bits_per_byte_leave_end_of_text_out(tmp_path):
     model = train.build("gpt", n_layer=1, n_head=1, n_embd=8, block_size=4).eval()
     for p in model.parameters():
         p.data.zero_()                                                # uniform: every token costs ln 257
-    nats, bits = train.evaluate(model, data.open_tokens(tmp_path, "val", 257), data.tokenizer("bytes"), 2)
+    nats, bits = evaluate.evaluate(model, data.open_tokens(tmp_path, "val", 257), data.tokenizer("bytes"), 2)
     assert nats == pytest.approx(math.log(257)) and bits == pytest.approx(math.log2(257))
 
 
@@ -195,12 +201,6 @@ def test_the_learning_rate_is_positive_and_finite_for_every_edge(warmup, decay, 
     assert all(0 < rate <= 1 for rate in rates)
     if decay is None and warmup < steps:
         assert rates[steps] == pytest.approx(config.min_lr) and max(rates) <= 1
-
-
-def test_warm_up_rises_and_the_cosine_falls():
-    config = TrainConfig(max_iters=100, warmup_iters=10, learning_rate=1.0)
-    rates = [learning_rate(config, step) for step in range(100)]
-    assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True) and rates[10] == 1.0
 
 
 MISTAKES = [
@@ -263,11 +263,6 @@ def test_a_malformed_preset_is_answered_with_one_line(tmp_path, monkeypatch, pre
     assert [p.name for p in Path().iterdir()] == ["odd.toml"]
 
 
-def test_a_preset_from_an_editor_that_marks_utf8_is_read(tmp_path):
-    (tmp_path / "p.toml").write_bytes(b"\xef\xbb\xbfn_layer = 3")
-    assert train.configs.load_preset(tmp_path / "p.toml") == {"n_layer": 3}
-
-
 @pytest.mark.parametrize("held_out, sentence", [([256], "nothing but end of text"), ([256] * 3, "nothing but end of text"),
                                                 ([65] * 5000 + [40000], "token id 40000")])
 def test_held_out_data_that_cannot_be_used_is_refused_before_training(run, tmp_path, held_out, sentence):
@@ -279,25 +274,6 @@ def test_held_out_data_that_cannot_be_used_is_refused_before_training(run, tmp_p
     with pytest.raises(SystemExit, match=sentence):
         run(f"--data={tmp_path}")
     assert not Path("runs").exists()
-
-
-def test_a_train_token_beyond_the_vocabulary_stops_with_one_line(run, monkeypatch):
-    def batch(tokens, step, *shape, plain=data.batch):
-        if step == 2:
-            raise ValueError("train.bin: token id 40000")
-        return plain(tokens, step, *shape)
-    monkeypatch.setattr(data, "batch", batch)
-    with pytest.raises(SystemExit, match="token id 40000"):
-        run()
-
-
-def test_running_out_of_memory_is_one_line_and_other_faults_are_not_hidden(run, monkeypatch):
-    for error, seen in ((torch.OutOfMemoryError("CUDA out of memory"), SystemExit), (RuntimeError("illegal memory access"), RuntimeError)):
-        def micro_batches(self, step, error=error):
-            raise error
-        monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
-        with pytest.raises(seen, match="out of memory: lower --batch_size" if seen is SystemExit else "illegal"):
-            run()
 
 
 @pytest.mark.parametrize("content", [None, b"garbage\n", b"\xff\xfe\n", b'{"a": 1}\n[1]\n{"step": "x"}\n\n'])
@@ -317,27 +293,9 @@ def test_a_run_may_be_resumed_in_fp16(run):
     assert list(losses("r")) == [1, 2, 3, 4]
 
 
-def test_a_run_of_another_model_is_not_resumed(run):
-    run("--out_dir=r", "--max_iters=1")
-    with pytest.raises(SystemExit, match="a run of --model=gpt: leave --model out"):
-        train.main(["--resume", "--out_dir=r", "--max_iters=2", "--model=value_residual"])
-
-
-@pytest.mark.parametrize("change", [lambda s: s["settings"].update(model="gone"), lambda s: s["model_config"].update(gone=1),
-                                    lambda s: s["model"].pop("norm.weight")])
-def test_a_checkpoint_of_other_code_gets_one_sentence(run, change):
-    run("--out_dir=r", "--max_iters=1")
-    state = torch.load("r/last.pt", weights_only=True)
-    change(state)
-    torch.save(state, "r/best.pt")
-    with pytest.raises(SettingError, match="does not fit the code") as refused:
-        load_checkpoint("r")
-    assert "\n" not in str(refused.value)
-
-
 def test_accumulation_must_be_shared_out_among_the_processes(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="give a multiple of 2"):
+    with pytest.raises(SystemExit, match="give 2 or 4"):
         run("--gradient_accumulation_steps=3")
 
 
@@ -359,86 +317,244 @@ def test_a_resumed_run_refuses_another_shape_and_says_when_it_is_finished(run):
         train.main(["--resume", "--out_dir=r"])
 
 
-@pytest.mark.parametrize("spoil", ["weights", "gradient"])
-def test_a_non_finite_number_stops_the_run_and_spares_the_checkpoint(run, monkeypatch, spoil):
-    plain = train.Run.micro_batches
+def spoil_weights(run):
+    run.model.embed.weight.data[:] = math.nan
 
-    def micro_batches(self, step):
-        if step == 5:
-            if spoil == "weights":
-                self.model.embed.weight.data[:] = math.nan
-            else:
-                self.model.norm.weight.register_hook(lambda grad: grad * math.inf)
-        return plain(self, step)
-    monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
-    with pytest.raises(SystemExit, match="step 5: loss .* gradient norm .* learning rate .* last good checkpoint"):
-        run("--out_dir=r", "--eval_interval=4")
-    checkpoint = load_checkpoint("r/last.pt")
-    assert checkpoint.facts["step"] == 4 and all(p.isfinite().all() for p in checkpoint.model.parameters())
+
+def spoil_gradient(run):
+    run.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+
+
+@pytest.mark.parametrize("spoil", [spoil_weights, spoil_gradient])
+def test_a_non_finite_number_stops_the_run_and_spares_the_checkpoint(run, monkeypatch, spoil):
+    at_step(monkeypatch, 5, spoil)
+    said = refused(run, "--out_dir=r", "--eval_interval=4")
+    assert "step 5: loss" in said and "gradient norm" in said and "the last good checkpoint is r" in said
+    assert load_checkpoint("r/last.pt").facts["step"] == 4
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_validation_that_is_not_finite_stops_the_run(run, monkeypatch, loss):
+    monkeypatch.setattr(train, "evaluate", lambda *arguments: (loss, loss))
+    assert "step 1: validation loss" in refused(run, "--out_dir=r", "--max_iters=1")
+    assert load_checkpoint("r/last.pt").facts["step"] == 1 and not Path("r/best.pt").exists()
+
+
+def test_weights_that_the_last_step_spoilt_are_not_saved(run, monkeypatch):
+    monkeypatch.setattr(train, "log_step", lambda run, *numbers: spoil_weights(run))
+    assert "no checkpoint was saved yet" in refused(run, "--out_dir=r", "--max_iters=1")
+    assert not list(Path("r").glob("*.pt"))
+
+
+def test_the_perplexity_of_a_huge_loss_is_infinite():
+    assert evaluate.perplexity(800.0) == math.inf and evaluate.perplexity(1.0) == math.e
 
 
 def test_under_fp16_an_overflow_skips_the_step_and_is_counted(run, monkeypatch):
-    plain = train.Run.micro_batches
-
-    def micro_batches(self, step):
-        if step == 1:
-            hook = self.model.norm.weight.register_hook(lambda grad: (hook.remove(), grad * math.inf)[1])
-        return plain(self, step)
-    monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
+    def overflow(run):
+        hook = run.model.norm.weight.register_hook(lambda grad: (hook.remove(), grad * math.inf)[1])
+    at_step(monkeypatch, 1, overflow)
     run("--out_dir=r", "--dtype=float16", "--max_iters=4")
     state = torch.load("r/last.pt", weights_only=True)
     assert state["skipped"] == 1 and state["scaler"]["scale"] == 2.0 ** 15          # half of where it began
     assert state["optimizer"]["state"][0]["step"] == 3 and state["step"] == 4
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint(run, monkeypatch):
-    run("--out_dir=r", "--max_iters=2")
-    before = Path("r/last.pt").read_bytes()
+def test_under_fp16_a_gradient_that_always_overflows_stops_the_run(run, monkeypatch):
+    at_step(monkeypatch, 3, spoil_gradient)
+    said = refused(run, "--out_dir=r", "--dtype=float16", "--max_iters=100", "--eval_interval=100")
+    assert "gradient norm" in said and "no checkpoint was saved yet" in said
 
+
+def raising(error):
+    def action(run):
+        raise error
+    return action
+
+
+def lose_log(run):
+    (run.folder / "log.jsonl").unlink()
+    (run.folder / "log.jsonl").mkdir()
+
+
+@pytest.mark.parametrize("action, sentence", [
+    (raising(torch.OutOfMemoryError("CUDA out of memory")), "out of memory; --batch_size=2 --gradient_accumulation_steps=2"),
+    (raising(SettingError("train.bin: token id 40000")), "train.bin: token id 40000; then go on with"),
+    (raising(RuntimeError("illegal memory access")), None), (lose_log, "log.jsonl: Is a directory")])
+def test_an_error_in_the_loop_saves_the_last_whole_step(run, monkeypatch, action, sentence):
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, action)
+        if sentence is None:                                          # a fault of the code keeps its traceback
+            with pytest.raises(RuntimeError, match="illegal"):
+                run("--out_dir=parts")
+        else:
+            assert sentence in refused(run, "--out_dir=parts")
+    if action is lose_log:
+        Path("parts/log.jsonl").rmdir()
+    assert torch.load("parts/last.pt", weights_only=True)["step"] in (3, 4)
+    train.main(["--resume", "--out_dir=parts"])
+    run("--out_dir=whole")
+    equal_state("whole/last.pt", "parts/last.pt")
+
+
+@pytest.mark.parametrize("max_iters, made", [(6, 4), (4, 4)])
+def test_a_validation_that_was_interrupted_is_made_up_on_resume(run, monkeypatch, max_iters, made):
+    run(f"--max_iters={max_iters}", "--out_dir=whole")
+    with monkeypatch.context() as patch:                              # the signal comes between two batches of a validation
+        def windows(*arguments, plain=data.windows):
+            for n, batch in enumerate(plain(*arguments)):
+                if n == 1 and running:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+        running = []
+        at_step(patch, 3, running.append)
+        patch.setattr(data, "windows", windows)
+        assert refused(run, f"--max_iters={max_iters}", "--out_dir=parts") == "130"
+    assert torch.load("parts/last.pt", weights_only=True)["step"] == made and not Path("parts/best.pt").exists()
+    train.main(["--resume", "--out_dir=parts"])
+    for name in ("best.pt", "last.pt"):
+        equal_state(f"whole/{name}", f"parts/{name}")
+    checks = [[r for r in log(folder) if "val_loss" in r] for folder in ("whole", "parts")]
+    assert checks[0] == checks[1]
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint(run, monkeypatch):
     def save(state, file):
         file.write(b"half a checkpoint")
-        raise OSError("disk full")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save)
+        said = refused(run, "--out_dir=r", "--max_iters=2")
+        assert "last.pt" in said and "no checkpoint was saved yet" in said and "--resume" not in said
+    run("--out_dir=r", "--max_iters=2", "--overwrite")
+    before = Path("r/last.pt").read_bytes()
     monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(SystemExit, match="the folder of the run cannot be used .disk full.: see to its space"):
-        train.main(["--resume", "--out_dir=r", "--max_iters=3"])
-    assert Path("r/last.pt").read_bytes() == before and not Path("r/last.pt.tmp").exists()
+    assert "go on with: python train.py --resume" in refused(train.main, ["--resume", "--out_dir=r", "--max_iters=3"])
+    assert Path("r/last.pt").read_bytes() == before and sorted(p.name for p in Path("r").iterdir()) == \
+        ["best.pt", "last.pt", "log.jsonl"]
 
 
-def test_under_fp16_a_gradient_that_always_overflows_stops_the_run(run, monkeypatch):
-    def micro_batches(self, step, plain=train.Run.micro_batches):
-        if step == 3:
-            self.model.norm.weight.register_hook(lambda grad: grad * math.inf)
-        return plain(self, step)
-    monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
-    with pytest.raises(SystemExit, match="gradient norm .* no checkpoint was saved yet"):
-        run("--out_dir=r", "--dtype=float16", "--max_iters=100", "--eval_interval=100")
+def test_a_run_is_trained_in_a_thread_of_a_notebook(run):
+    thread = threading.Thread(target=run, args=("--out_dir=r", "--max_iters=2"))
+    thread.start()
+    thread.join()
+    assert load_checkpoint("r").facts["step"] == 2
 
 
-def test_a_log_that_cannot_be_written_is_one_line(run, monkeypatch):
-    def micro_batches(self, step, plain=train.Run.micro_batches):
-        if step == 2:
-            Path("r/log.jsonl").unlink()
-            Path("r/log.jsonl").mkdir()
-        return plain(self, step)
-    monkeypatch.setattr(train.Run, "micro_batches", micro_batches)
-    with pytest.raises(SystemExit, match="r/log.jsonl cannot be used .Is a directory.: see to its space"):
-        run("--out_dir=r", "--max_iters=4", "--log_interval=1")
+def test_a_signal_that_is_ignored_stays_ignored(run, monkeypatch):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)            # as nohup does with SIGHUP
+    try:
+        at_step(monkeypatch, 1, lambda run: os.kill(os.getpid(), signal.SIGTERM))
+        run("--out_dir=r", "--max_iters=2")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert load_checkpoint("r/last.pt").facts["step"] == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None, "cut", "foreign", "partly"])
+def test_a_folder_has_one_process_at_a_time(run, tmp_path):
+    run("--out_dir=r", "--max_iters=1")
+    before = Path("r/last.pt").read_bytes()
+    code = "import sys; from trainer.run_folder import Lock; lock = Lock(sys.argv[1]); print('locked', flush=True); sys.stdin.read()"
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "r")], cwd=ROOT, stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "locked\n"
+        for flags in (["--overwrite"], ["--resume", "--max_iters=2"], []):
+            assert f"r is in use by process {other.pid} on " in refused(run, "--out_dir=r", *flags)
+    finally:
+        other.kill()
+        other.communicate()
+    assert Path("r/last.pt").read_bytes() == before
+    train.main(["--resume", "--out_dir=r", "--max_iters=2"])          # its death released the folder
+    assert not Path("r/lock").exists()
+
+
+def broken(name, value):
+    def change(state):
+        *path, last = name.split(".")
+        for key in path:
+            state = state[int(key) if key.isdigit() else key]
+        if value is None:
+            del state[last if not last.isdigit() else int(last)]
+        else:
+            state[last if not last.isdigit() else int(last)] = value
+    return change
+
+
+@pytest.mark.parametrize("name, value, sentence", [
+    ("settings.model", "gone", "does not fit the code"), ("settings", [], "its settings cannot be used"),
+    ("model_config.gone", 1, "does not fit the code"), ("model.norm\0weight", None, "does not fit the code"),
+    ("model.norm\0weight", torch.ones(3), "does not fit the code"), ("model.norm\0weight", 5, "its model cannot be used"),
+    ("model.norm\0weight", torch.full((16,), math.nan), "norm.weight is not finite"),
+    ("step", 1.5, "its step cannot be used"), ("step", -1, "its step cannot be used"), ("best", "low", "its best cannot be used"),
+    ("format", "other", "is no checkpoint of this project"),
+    ("optimizer", None, "holds no optimizer state"), ("optimizer", {}, "has other groups than the model"),
+    ("optimizer.param_groups", [], "has other groups than the model"), ("optimizer.state", [], "has other groups than the model"),
+    ("optimizer.state.1", None, "optimizer state of parameter 1"), ("optimizer.state.1.exp_avg", None, "optimizer state of parameter 1"),
+    ("optimizer.state.1.exp_avg_sq", torch.ones(1), "optimizer state of parameter 1"),
+    ("optimizer.state.1.step", torch.tensor(math.nan), "optimizer state of parameter 1"), ("scaler", 5, "its scaler cannot be used")])
+def test_a_tampered_checkpoint_is_refused_with_one_line(run, name, value, sentence):
+    run("--out_dir=r", "--max_iters=1")
+    state = torch.load("r/last.pt", weights_only=True)
+    if "\0" in name:
+        state["model"].pop("norm.weight") if value is None else state["model"].update({"norm.weight": value})
+    else:
+        broken(name, value)(state)
+    torch.save(state, "r/last.pt")
+    assert sentence in refused(train.main, ["--resume", "--out_dir=r", "--max_iters=2"])
+    if name.startswith(("optimizer", "scaler")):                      # only resuming needs them
+        assert load_checkpoint("r/last.pt").facts["step"] == 1
+    else:
+        with pytest.raises(SettingError, match=sentence):
+            load_checkpoint("r/last.pt")
+
+
+def test_a_checkpoint_that_another_model_left_in_the_folder_is_not_resumed(run):
+    run("--out_dir=r", "--max_iters=1")
+    run("--out_dir=v", "--max_iters=1", "--model=value_residual")
+    assert "a run of --model=gpt: leave --model out" in refused(
+        train.main, ["--resume", "--out_dir=r", "--max_iters=2", "--model=value_residual"])
+    Path("v/last.pt").replace("r/last.pt")
+    assert "is of a value_residual model" in refused(train.main, ["--resume", "--out_dir=r", "--max_iters=2"])
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None, "cut", "foreign"])
 def test_what_is_no_checkpoint_gets_one_sentence(run, content):
     if content == "foreign":
         torch.save({"model": torch.zeros(3)}, "x.pt")
-    elif content == "partly":
-        torch.save({"format": train.FORMAT, "model": {}}, "x.pt")
     elif content == "cut":
         run("--out_dir=r", "--max_iters=1")
         Path("x.pt").write_bytes(Path("r/last.pt").read_bytes()[:-500])
     elif content is not None:
         Path("x.pt").write_bytes(content)
-    with pytest.raises(SettingError, match="checkpoint") as refused:
+    with pytest.raises(SettingError, match="checkpoint") as error:
         load_checkpoint("x.pt")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_newest_run_is_the_one_saved_last_whatever_its_files_time(run):
+    run("--max_iters=1")
+    run("--max_iters=1")
+    os.utime("runs/gpt-2/last.pt", (0, 0))
+    assert run_folder.newest_run() == Path("runs/gpt-2")
+
+
+def test_a_resumed_run_says_what_goes_on_differently(run, tiny_data, tmp_path, capsys):
+    import shutil
+    shutil.copytree(tiny_data, tmp_path / "other")
+    run("--out_dir=r", "--max_iters=4")
+    state = torch.load("r/last.pt", weights_only=True)
+    torch.save(state | dict(best=0.0), "r/last.pt")
+    train.main(["--resume", "--out_dir=r", "--max_iters=8", f"--data={tmp_path / 'other'}"])
+    said = capsys.readouterr().out
+    assert "--lr_decay_iters=4 keeps it flat" in said and f"is {tmp_path / 'other'} now: the best loss begins anew" in said
+    assert torch.load("r/best.pt", weights_only=True)["step"] > 4
+
+
+def test_the_first_lines_give_tokens_per_step_and_warn_of_little_held_out_text(run, capsys):
+    run("--max_iters=1", "--batch_size=3", "--gradient_accumulation_steps=2")
+    said = capsys.readouterr().out
+    assert "96 in a step" in said and "fewer than 10,000 held-out tokens" in said
 
 
 def test_a_pickled_surprise_is_not_executed(tmp_path):
@@ -484,12 +600,6 @@ def test_a_compiler_that_fails_is_named_and_training_goes_on(run, monkeypatch, c
     assert said.count("torch.compile does not work here (RuntimeError: no compiler here)") == 1 and "eager" in said
     run("--out_dir=e", "--compile=off", "--max_iters=2")
     assert losses("r") == losses("e")
-
-
-def test_flags_stand_over_presets_whatever_their_order(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.toml").write_text("max_iters = 2\nn_embd = 8\n", encoding="utf-8")
-    assert train.configs.read(["--n_embd=24", "mine.toml"]) == {"max_iters": 2, "n_embd": "24"}
 
 
 def test_help_names_every_setting_with_its_comment(capsys):

@@ -1,0 +1,64 @@
+"""Exact evaluation: every held-out token is a target once, and the number is the same for any batch size."""
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import data
+
+
+def check_held_out(tokens, tokenizer):
+    """ValueError if there is no held-out text or an id is beyond the vocabulary: before training, not after it."""
+    if not sum((y != tokenizer.eot_token).sum().item() for _, y in data.windows(tokens, 2 ** 20, tokenizer.eot_token, 1)):
+        raise ValueError(f"{tokens.shards[0][0]} holds nothing but end of text: prepare it from more text")
+
+
+@torch.no_grad()
+def evaluate(model, tokens, tokenizer, batch_size, windows=None, stop=lambda: False):
+    """(nats per token, bits per byte) over every held-out token, or over the first so many `windows`.
+
+    Float32 throughout, so that the number does not depend on the batch size. End of text is predicted like any token,
+    but has no bytes, so its nats are left out of the bits per byte. Processes share the batches. None if `stop()`, which
+    is asked between batches, says to stop; with several processes it must give all of them the same answer.
+    """
+    device, was_training = next(model.parameters()).device, model.training
+    lengths = torch.as_tensor(data.token_bytes(tokenizer), device=device)
+    sums = torch.zeros(4, dtype=torch.float64)                               # nats, tokens, nats of text, bytes
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model.eval()
+    try:
+        for n, (x, y) in enumerate(data.windows(tokens, model.config.block_size, tokenizer.eot_token, batch_size)):
+            if windows and n * batch_size >= windows:
+                break
+            if n % world == rank:
+                h, y = model.hidden(x.to(device)), y.to(device)
+                for row, targets in zip(h, y):                               # one row of logits at a time
+                    nats, size = F.cross_entropy(model.head(row).float(), targets, reduction="none"), lengths[targets]
+                    sums += torch.stack((nats.sum(), nats.new_tensor(len(nats)), nats[size > 0].sum(), size.sum())).cpu()
+            if n % world == world - 1 and stop():
+                return None
+    finally:
+        model.train(was_training)
+    if world > 1:
+        sums = sums.to(device)
+        dist.all_reduce(sums)
+    nats, count, text_nats, size = sums.tolist()
+    return nats / count, text_nats / size / math.log(2)
+
+
+def perplexity(nats):
+    """e to the nats per token; infinite where that is beyond the largest float."""
+    return math.exp(nats) if nats < 709 else math.inf
+
+
+@contextlib.contextmanager
+def exactly(model):
+    """Within it, a feedback model runs token by token; its trained schedule is put back at the end."""
+    trained = model.config.schedule
+    model.config.schedule = "autoregressive"
+    try:
+        yield
+    finally:
+        model.config.schedule = trained
