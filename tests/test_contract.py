@@ -38,7 +38,7 @@ ARMS = {                       # name of the arm: model and settings; one for ea
     "shortcut output": ("shortcut", dict(variant="output")),
     "shortcut hidden_half_learned": ("shortcut", dict(variant="hidden_half_learned")),
     "whitematter": ("whitematter", {}),                        # 3 passes of 8 groups: exact up to 24 tokens
-    "whitematter paper": ("whitematter", dict(variant="paper")),
+    "whitematter release": ("whitematter", dict(variant="release")),
     "whitematter depth_causal": ("whitematter", dict(router="depth_causal")),
     "shortcut resid_start": ("shortcut", dict(variant="resid_start_value", resid_start=2, source=1)),
     "feedback": ("feedback", dict(schedule="autoregressive")),

@@ -113,7 +113,7 @@ def test_every_model_is_measured(arm):
     figures.reads_found("x", result)
 
 
-@pytest.mark.parametrize("name", ["gpt", "mudd", "whitematter"])
+@pytest.mark.parametrize("name", ["gpt", "mudd", "whitematter release"])
 def test_a_trace_that_does_not_hold_what_is_attended_is_one_clear_error(name, monkeypatch):
     model = make(name, n_kv_head=4)
     plain = inside.attention
@@ -163,7 +163,8 @@ READS = {                       # arm: depths read at the own position, of past 
     "lime": (UP_TO, UP_TO, {L}),
     "shortcut hidden_half_learned": (FIRST, FIRST, {0, L}),
     "shortcut output": (FIRST, OWN, {L}),                                # V_1 of this token, not moved
-    "whitematter": (OWN, ANY, {L}),
+    "whitematter": (OWN, [set(range(L))] * L, {L}),                       # h_L is not mixed
+    "whitematter release": (OWN, ANY, {L}),
     "whitematter depth_causal": (OWN, UP_TO, {L}),
     "feedback": (OWN, ANY, {L}),
     "feedback cyclic": (OWN, ANY, {L}),
@@ -239,7 +240,7 @@ def test_depth_weights_sum_to_one_over_their_sources():
 
 def test_the_router_of_whitematter_is_its_own():
     """m_j = sum_l A_jl u_l, projected, must be the channels that its layers have read."""
-    model, trace, states, tables = table("whitematter")
+    model, trace, states, tables = table("whitematter release")
     u = model.values.pre(torch.stack(states, dim=2))
     A = model.values.router(u)
     assert torch.allclose(tables["values"][0], A[0].mean(dim=0)) and tables["keys"].shape == (2, 2, 5)
