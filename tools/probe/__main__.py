@@ -22,12 +22,15 @@ from tqdm import tqdm
 
 import configs
 import data
+from configs import SettingError
 from mudd import MUDD
 from tools.probe import figures
 from tools.probe.inside import TABLES, attention, direct_reads, lambdas, look, own_value, seen_by, tables_of
 from tools.probe.measures import (adjacent_cosine, first_mass, first_norm, importance_entropy, sink_rate, token_similarity,
                                   uniform)
-from train import build, checked, load_checkpoint, newest_run, usable_device
+from train import build, open_run, run_data
+from trainer.console import program
+from trainer.device import usable_device
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All of it, on a few windows
@@ -106,7 +109,6 @@ def as_lists(value):
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings, runs and files
 
-ROOT = Path(__file__).parents[2]
 MAIN_MODELS = ["gpt", "value_residual", "mudd", "depth_attention", "whitematter"]
 TINY = dict(vocab_size=64, block_size=8, n_layer=4, n_head=2, n_embd=32, d_ff=64)
 
@@ -115,7 +117,7 @@ TINY = dict(vocab_size=64, block_size=8, n_layer=4, n_head=2, n_embd=32, d_ff=64
 class ProbeConfig:
     data: str | None = None       # held-out text: plays, plays_gpt2, or a folder (default: that of the runs)
     windows: int = 16             # so many windows of block_size tokens
-    out: str | None = None        # folder to write to (default: probe in the first run's; with --grid docs/figures)
+    out: str | None = None        # folder to write to (default: probe in the first run's; with --grid runs/grid)
     device: str = "cpu"           # cpu, cuda, mps
     grid: bool = False            # only who_reads_whom.png, of fresh main models
 
@@ -137,42 +139,39 @@ def grid():
 
 
 def load(paths, config):
-    """[(label, Checkpoint)], the held-out windows [(1, T)] that all are to read, and what text they are from.
-    SettingError if they cannot."""
+    """[(label, Checkpoint)], the held-out windows [(1, T)] that all are to read, and the name of their text."""
     if len(paths) > len(figures.COLOURS):
-        raise configs.SettingError(f"{len(paths)} runs are more than there are colours: give at most "
-                                   f"{len(figures.COLOURS)}")
-    runs = [load_checkpoint(Path(path)) for path in paths or [newest_run()]]
+        raise SettingError(f"{len(paths)} runs are more than there are colours: give at most {len(figures.COLOURS)}")
+    opened = [open_run(path) for path in paths or [None]]
+    runs, tokenizer = [run for run, _ in opened], opened[0][1]
     places = [Path(run.facts["path"]).resolve() for run in runs]
     if len(set(places)) < len(places):
-        raise configs.SettingError("the same checkpoint was named twice: name each once")
+        raise SettingError("the same checkpoint was named twice: name each once")
     names = [run.facts["settings"].get("model", "gpt") for run in runs]
     labels = next(labels for labels in (names, [place.parent.name for place in places], list(map(str, places)))
                   if len(set(labels)) == len(labels))
-    sizes, sets = ({pick(run) for run in runs} for pick in (lambda run: run.config.block_size,
-                                                            lambda run: run.facts["settings"].get("data", "plays")))
+    sizes = {run.config.block_size for run in runs}
+    texts = {run.facts["settings"].get("data", "plays") for run in runs}
     if len(sizes) > 1:
-        raise configs.SettingError(f"these runs have block_size {' and '.join(map(str, sorted(sizes)))}, so no window "
-                                   f"fits all of them: probe runs of one block_size together")
-    if config.data is None and len(sets) > 1:
-        raise configs.SettingError(f"these runs were trained on {' and '.join(sorted(sets))}: give one as --data")
+        raise SettingError(f"these runs have block_size {' and '.join(map(str, sorted(sizes)))}, so no window fits all of "
+                           f"them: probe runs of one block_size together")
+    if config.data is None and len(texts) > 1:
+        raise SettingError(f"these runs were trained on {' and '.join(sorted(texts))}: give one as --data")
     T = sizes.pop()
     if T < 2:
-        raise configs.SettingError("block_size=1: a token alone has nothing to read")
-    text = config.data or sets.pop()
-    folder = checked(data.dataset, text)
-    tokenizer = data.tokenizer(checked(data.read_meta, folder)["tokenizer"])
+        raise SettingError("block_size=1: a token alone has nothing to read")
+    folder = next(run_data(run, config.data) for run in reversed(runs))
     for run in runs:
-        given = "vocab_size" in run.facts["settings"]                    # else it is that of the tokenizer, exactly
-        if tokenizer.n_vocab > run.config.vocab_size or not given and tokenizer.n_vocab < run.config.vocab_size:
-            raise configs.SettingError(f"{run.facts['path']} knows {run.config.vocab_size} token ids, and {folder} has "
-                                       f"{tokenizer.n_vocab}: give --data of the run's own tokenizer")
-    tokens = checked(data.open_tokens, folder, "val", tokenizer.n_vocab)
-    cut = checked(lambda: list(itertools.islice(data.windows(tokens, T, tokenizer.eot_token, 1), config.windows)))
+        run_data(run, config.data)                                       # each must know the tokens of the text
+        if tokenizer.n_vocab > run.config.vocab_size:
+            raise SettingError(f"{run.facts['path']} knows {run.config.vocab_size} token ids, and {folder} has "
+                               f"{tokenizer.n_vocab}: give --data of the run's own tokenizer")
+    tokens = data.open_tokens(folder, "val", tokenizer.n_vocab)
+    cut = itertools.islice(data.windows(tokens, T, tokenizer.eot_token, 1), config.windows)
     windows = [x for x, _ in cut if x.size(1) == T]                      # the last of a text may be shorter
     if not windows:
-        raise configs.SettingError(f"{folder} has fewer than the {T} held-out tokens of a window: give another --data")
-    return list(zip(labels, runs)), windows, text
+        raise SettingError(f"{folder} has fewer than the {T} held-out tokens of a window: give another --data")
+    return list(zip(labels, runs)), windows, config.data or texts.pop()
 
 
 def measured(runs, windows, text, device):
@@ -182,7 +181,7 @@ def measured(runs, windows, text, device):
         for label, run in runs:
             bar.set_description(label)
             facts = dict(run.facts, windows=len(windows), tokens=windows[0].size(1), text=text)
-            results[label] = facts | checked(probe, run.model.to(device), [x.to(device) for x in windows], bar)
+            results[label] = facts | probe(run.model.to(device), [x.to(device) for x in windows], bar)
     return results
 
 
@@ -201,44 +200,39 @@ def summary(results):
     return "\n".join(lines)
 
 
+@program("probe")
 def main(argv):
+    paths = []
+    settings = configs.read(argv, paths)
+    if settings.pop("help", False):
+        print(__doc__ + configs.help_text(ProbeConfig))
+        return
+    config, = configs.build(settings, ProbeConfig)
+    if config.grid and (paths or {"data", "windows"} & settings.keys()):
+        raise SettingError("--grid draws fresh models and reads no text: leave the runs, --data and --windows out, or leave "
+                           "--grid out")
+    device = usable_device(config.device)
+    if config.grid:
+        out, name, shown = Path("runs", "grid"), "who_reads_whom.json", "who_reads_whom.png"
+    else:
+        runs, windows, text = load(paths, config)
+        out, name, shown = Path(runs[0][1].facts["path"]).parent / "probe", "probe.json", "index.html"
+    out = Path(config.out or out)
+    out.mkdir(parents=True, exist_ok=True)
+    results = grid() if config.grid else measured(runs, windows, text, device)
+    data.write_text(out / name, json.dumps(results, indent=1) + "\n")
+    if not config.grid:
+        print(summary(results))
     try:
-        paths = [argument for argument in argv if not argument.startswith("-")]
-        settings = configs.read([argument for argument in argv if argument.startswith("-")])
-        if settings.pop("help", False):
-            print(__doc__ + configs.help_text(ProbeConfig))
-            return
-        config, = configs.build(settings, ProbeConfig)
-        if config.grid and (paths or {"data", "windows"} & settings.keys()):
-            raise configs.SettingError("--grid draws fresh models and reads no text: leave the runs, --data and "
-                                       "--windows out, or leave --grid out")
-        device = usable_device(config.device)
-        if config.grid:
-            out, name, shown = ROOT / "docs" / "figures", "who_reads_whom.json", "who_reads_whom.png"
-        else:
-            runs, windows, text = load(paths, config)
-            out, name, shown = Path(runs[0][1].facts["path"]).parent / "probe", "probe.json", "index.html"
-        out = Path(config.out or out)
-        checked(lambda: out.mkdir(parents=True, exist_ok=True))
-        results = grid() if config.grid else measured(runs, windows, text, device)
-        checked(data.write_text, out / name, json.dumps(results, indent=1) + "\n")
-        if not config.grid:
-            print(summary(results))
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise configs.SettingError(f"{out / name} has the numbers; for pictures: pip install matplotlib") from None
-        if config.grid:
-            figures.draw_grids(out / shown, results)
-        else:
-            checked(data.write_text, out / shown, figures.page(out, results))
-        print(f"wrote {out / shown}")
-    except configs.SettingError as error:
-        sys.exit(f"probe: {error}")
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise SettingError(f"{out / name} has the numbers; for pictures: pip install matplotlib") from None
+    if config.grid:
+        figures.draw_grids(out / shown, results)
+    else:
+        data.write_text(out / shown, figures.page(out, results))
+    print(f"wrote {out / shown}")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main(sys.argv[1:])
