@@ -33,7 +33,9 @@ import data
 from mudd import MUDD
 from tools import figures
 from tools.inside import TABLES, attention, direct_reads, lambdas, look, own_value, seen_by, tables_of
-from train import build, checked, load_checkpoint, newest_run, usable_device
+from train import build, checked, load_checkpoint
+from trainer.device import usable_device
+from trainer.run_folder import newest_run
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The questions, as functions
