@@ -9,7 +9,6 @@ Train any model of this project, on one device or several.
 
 A run writes to runs/<model>-<n>: log.jsonl, last.pt (to resume from) and best.pt (lowest validation loss).
 """
-import contextlib
 import math
 import os
 import sys
@@ -24,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import configs
 import data
-import kernels
 from baselines.feedback import Feedback, FeedbackConfig
 from baselines.fusedkv import FusedKV, FusedKVConfig
 from baselines.lckv import LCKV, LCKVConfig
@@ -36,11 +34,14 @@ from depth_attention import DepthAttention, DepthAttentionConfig, LoopedConfig, 
 from model import GPT, GPTConfig
 from mudd import MUDD, MUDDConfig
 from trainer import checkpoint, run_folder
-from trainer.console import Progress, printable, program
+from trainer.console import program
 from trainer.device import device_and_dtype, device_name, mfu, out_of_memory, peak_memory
-from trainer.evaluate import check_held_out, evaluate, exactly, perplexity
-from trainer.stopping import signals
-from trainer.text import say_cut_prompt, stream_text
+from trainer.evaluate import check_held_out, measure
+from trainer.finish import finish
+from trainer.flops import flops_of, training_flops
+from trainer.processes import agree, gradient_sync, join
+from trainer.start import compile_pieces, report, restore
+from trainer.stopping import Diverged, running, stopped
 from value_residual import ValueResidual, ValueResidualConfig
 from whitematter import WhiteMatter, WhiteMatterConfig
 
@@ -127,8 +128,6 @@ def learning_rate(config, step):
     return config.min_lr + (config.learning_rate - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-EXACT_WINDOWS = 8                        # held-out windows on which a feedback model is also run exactly
-FEW_HELD_OUT = 10_000                    # tokens; a validation loss over fewer is mostly noise
 SMALLEST_SCALE = 2.0 ** -20              # of fp16 losses; where gradients still overflow, they always will
 
 
@@ -161,9 +160,14 @@ class Run:
     stop: bool = False                   # a signal asked to stop
     clock: float = 0.0                   # when the last step ended
 
+    @property
+    def validation_due(self):
+        at_end = self.step == self.config.max_iters
+        return self.step > self.validated and (at_end or self.step % self.config.eval_interval == 0)
 
-class Diverged(SettingError):
-    """A loss, a gradient or a weight that is not finite."""
+    @property
+    def tokens_per_step(self):
+        return self.config.batch_size * self.config.gradient_accumulation_steps * self.model.config.block_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,8 +177,8 @@ class Diverged(SettingError):
 def train(run):
     """Optimizer steps run.step .. max_iters - 1. What the loop calls stands below it."""
     config, model, optimizer, scaler = run.config, run.model, run.optimizer, run.scaler
-    with running(run):
-        if validation_due(run):                                              # the run was stopped before it was made
+    with running(run, save):
+        if run.validation_due:                                               # the run was stopped before it was made
             validate(run)
         for step in range(run.step, config.max_iters):
             seed_dropout(run, step)
@@ -185,8 +189,7 @@ def train(run):
             batches = micro_batches(run, step)
             for i, (x, y) in enumerate(batches):
                 with gradient_sync(run, last=i == len(batches) - 1):
-                    with autocast(run):
-                        part = run.parallel(x, y) / len(batches)             # forward
+                    part = forward(run, x, y) / len(batches)                 # forward
                     scaler.scale(part).backward()                            # backward
                 loss += part.detach()
 
@@ -200,11 +203,11 @@ def train(run):
 
             run.step = step + 1
             log_step(run, loss, norm.item())
-            if stop or validation_due(run):
+            if stop or run.validation_due:
                 save(run, "last.pt")
             if stop:
                 stopped(run)
-            if validation_due(run):
+            if run.validation_due:
                 validate(run)
 
 
@@ -230,23 +233,10 @@ def to_device(run, t):
     return t.pin_memory().to(run.device, non_blocking=True) if run.device.type == "cuda" else t.to(run.device)
 
 
-def autocast(run):
-    return torch.autocast(run.device.type, run.dtype, enabled=run.dtype != torch.float32)
-
-
-def gradient_sync(run, last):
-    """Processes exchange gradients in the last micro-step only."""
-    return run.parallel.no_sync() if run.world > 1 and not last else contextlib.nullcontext()
-
-
-def agree(run, loss):
-    """(mean loss over processes, whether any of them was asked to stop)."""
-    both = torch.stack((loss.float(), torch.tensor(float(run.stop), device=run.device)))
-    if run.world > 1:
-        dist.all_reduce(both)
-        both /= run.world
-    loss, stop = both.tolist()
-    return loss, stop > 0
+def forward(run, x, y):
+    """The mean loss, its matrix products in the run's precision."""
+    with torch.autocast(run.device.type, run.dtype, enabled=run.dtype != torch.float32):
+        return run.parallel(x, y)
 
 
 def refuse_non_finite(run, loss, norm):
@@ -269,7 +259,7 @@ def log_step(run, loss, norm):
     """The progress after every step, a record of log.jsonl after every log_interval of them."""
     now = time.perf_counter()
     seconds, run.clock = now - run.clock, now
-    rate = tokens_per_step(run) / seconds
+    rate = run.tokens_per_step / seconds
     run.progress.update(run.step, loss, rate)
     if run.step % run.config.log_interval == 0 or run.step == run.config.max_iters:
         flops = training_flops(flops_of(type(run.model), run.model.config))
@@ -281,15 +271,6 @@ def log_step(run, loss, norm):
 def write_log(run, **record):
     if run.rank == 0:
         run_folder.write_log(run.folder, step=run.step, **record)
-
-
-def tokens_per_step(run):
-    return run.config.batch_size * run.config.gradient_accumulation_steps * run.model.config.block_size
-
-
-def validation_due(run):
-    at_end = run.step == run.config.max_iters
-    return run.step > run.validated and (at_end or run.step % run.config.eval_interval == 0)
 
 
 def validate(run):
@@ -308,12 +289,6 @@ def validate(run):
     run.clock = time.perf_counter()                  # validation is no part of the next step's seconds
 
 
-def measure(run, batch_size, windows=None):
-    """What `evaluate` gives on the held-out text; None if any process was asked to stop."""
-    return evaluate(run.model, run.val_tokens, run.tokenizer, batch_size, windows,
-                   lambda: agree(run, torch.zeros((), device=run.device))[1])
-
-
 def save(run, name):
     if run.rank:
         return
@@ -326,64 +301,6 @@ def save(run, name):
         raise diverged(run, str(error)) from None
     if name == "last.pt":
         run.saved = run.step
-
-
-def stopped(run):
-    run.progress.say(f"stopped after step {run.step}; go on with: python train.py --resume --out_dir={run.folder}")
-    leave(run, 130)
-
-
-def leave(run, status):
-    """Processes leave together, and at once: gloo may abort one that takes itself apart while another still runs."""
-    if run.world > 1:
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
-        sys.stdout.flush()
-        os._exit(status)
-    if status:
-        raise SystemExit(status)
-
-
-@contextlib.contextmanager
-def running(run):
-    """Progress and signals while the loop runs. After an error the last whole step is saved, and the error says how to
-    go on. The lock of the folder is released at the end."""
-    run.clock = time.perf_counter()
-    run.progress = Progress(run.config.max_iters, run.step, run.config.log_interval, quiet=run.rank > 0)
-    try:
-        with run.progress, signals(run):
-            yield
-    except Diverged:
-        raise
-    except KeyboardInterrupt:                        # the second Ctrl-C
-        raise KeyboardInterrupt(go_on(run)) from None
-    except Exception as error:
-        if run.step > run.saved:
-            with contextlib.suppress(Exception):     # the first error is the one to tell
-                save(run, "last.pt")
-        if out_of_memory(error):
-            error.add_note(smaller(run.config))
-        if not isinstance(error, BrokenPipeError):
-            error.add_note(go_on(run))
-        raise
-    finally:
-        if run.lock:
-            run.lock.release()
-
-
-def go_on(run):
-    if not (run.folder / "last.pt").exists():
-        return "no checkpoint was saved yet"
-    return f"then go on with: python train.py --resume --out_dir={run.folder}"
-
-
-def smaller(config):
-    """The flags of the same step in less memory, in words."""
-    batch, steps = config.batch_size, config.gradient_accumulation_steps
-    if batch == 1:
-        return "lower --block_size, --n_embd or --n_layer"
-    factor = next(n for n in range(2, batch + 1) if batch % n == 0)
-    return f"--batch_size={batch // factor} --gradient_accumulation_steps={steps * factor} make the same step in less"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -421,7 +338,8 @@ def prepare(settings, resumed=None):
     run = Run(settings, config, model, model, make_optimizer(model, config, device), scaler, device, dtype, tokenizer,
               train_tokens, val_tokens, rank, world)
     if resumed:
-        restore(run, resumed)
+        names = {name: value for name, value in resumed["settings"].items() if name in vars(config)}
+        restore(run, resumed, *configs.build(names, TrainConfig), learning_rate)
     if rank:
         run.folder = Path(config.out_dir or ".")
     elif resumed:
@@ -429,20 +347,11 @@ def prepare(settings, resumed=None):
     else:
         run.folder, run.lock = run_folder.new_folder(config.model, config.out_dir, config.overwrite)
     wanted = config.compile == "on" or config.compile == "auto" and device.type == "cuda"
-    compiled = wanted and compile_pieces(run)
+    compiled = wanted and compile_pieces(run, forward, micro_batches)
     if world > 1:
         run.parallel = DistributedDataParallel(model)
     report(run, f"{config.model}, {folder.name}", why, compiled)
     return run
-
-
-def join(device):
-    """Meet the other processes that torchrun has started, each with a device of its own."""
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
 
 
 def make_optimizer(model, config, device):
@@ -456,114 +365,8 @@ def make_optimizer(model, config, device):
                              fused=device.type in ("cpu", "cuda"))
 
 
-def restore(run, state):
-    """Put the state of a checkpoint into a fresh run, and say what goes on differently."""
-    config, path = run.config, Path(run.config.out_dir, "last.pt")
-    before, = configs.build({k: v for k, v in state["settings"].items() if k in vars(config)}, TrainConfig)
-    if before.model != config.model:
-        raise SettingError(f"this is a run of --model={before.model}: leave --model out, or start a new run")
-    if state.get("tokenizer") not in (None, run.tokenizer.name):
-        raise SettingError(f"the run was trained on {state['tokenizer']} tokens and --data={config.data} has "
-                           f"{run.tokenizer.name} tokens: name other data, or start a new run")
-    changed = [k for k, v in asdict(run.model.config).items() if v != state["model_config"].get(k)]
-    if changed:
-        raise SettingError(f"--{changed[0]} cannot change when a run is resumed: leave it out, or start a new run")
-    checkpoint.load_weights(run.model, state, path)
-    checkpoint.load_optimizer(run.optimizer, run.scaler, state, path)
-    for key in ("step", "best", "val_loss", "skipped", "validated"):
-        setattr(run, key, state[key])
-    run.saved = run.step
-    if run.step >= config.max_iters and not validation_due(run):
-        raise SettingError(f"the run has already made {run.step} steps: give a larger --max_iters to go on")
-
-    said = []
-    if Path(before.data).resolve() != Path(config.data).resolve():
-        run.best = math.inf
-        said.append(f"the text was {before.data} and is {config.data} now: the best loss begins anew")
-    rows = [c.batch_size * c.gradient_accumulation_steps for c in (before, config)]
-    if rows[0] != rows[1]:
-        said.append(f"a step has {rows[1]} sequences and had {rows[0]}: from here on the batches are other ones")
-    rates = [learning_rate(c, run.step) for c in (before, config)]
-    if rates[1] > rates[0] and before.learning_rate == config.learning_rate:
-        end = before.max_iters if before.lr_decay_iters is None else before.lr_decay_iters
-        said.append(f"the learning rate rises from {rates[0]:.3g} to {rates[1]:.3g}, for its cosine now ends later: "
-                    f"--lr_decay_iters={end} keeps it flat")
-    if run.rank == 0 and said:
-        print("\n".join(said))
-
-
-def compile_pieces(run):
-    """Compile, and try it on one batch: whether a compiler is missing shows only when one is called."""
-    if run.rank == 0:
-        print("compiling, which takes up to a few minutes; --compile=off does without", flush=True)
-    run.model.compile_pieces()
-    try:
-        x, y = data.batch(run.train_tokens, 0, 0, run.config.batch_size, run.model.config.block_size)
-        with autocast(run):
-            run.model(to_device(run, x), to_device(run, y)).backward()
-        return True
-    except Exception as error:                       # whatever it is: eager training tells a fault of ours from theirs
-        kernels.restore(run.model)
-        cause = next((line for line in str(error).splitlines() if line.strip()), "")
-        print(f"torch.compile does not work here ({type(error).__name__}: {cause}); training goes on without it, and "
-              f"--compile=off leaves out the attempt")
-        return False
-    finally:
-        run.optimizer.zero_grad(set_to_none=True)
-
-
-def report(run, what, why, compiled):
-    """Say what will run, and put it into a record of the log."""
-    parameters = sum(p.numel() for p in run.model.parameters())
-    if run.rank == 0:
-        print(f"{what}: {parameters:,} parameters, {len(run.train_tokens):,} tokens to train on, "
-              f"{len(run.val_tokens):,} held out, {tokens_per_step(run):,} in a step")
-        if len(run.val_tokens) < FEW_HELD_OUT:
-            print(f"fewer than {FEW_HELD_OUT:,} held-out tokens: small differences of the validation loss are noise")
-        print(f"{device_name(run.device)}: {why}, {'compiled' if compiled else 'eager'}"
-              + (f", {run.world} processes" if run.world > 1 else "") + f"; writing to {run.folder}"
-              + (f", from step {run.step}" if run.step else ""))
-        write_log(run, settings=run.settings, train_config=asdict(run.config), model_config=asdict(run.model.config),
-                  parameters=parameters, flops_per_token=flops_of(type(run.model), run.model.config),
-                  device=device_name(run.device), dtype=str(run.dtype), compiled=compiled, processes=run.world,
-                  torch=torch.__version__, python=sys.version.split()[0], commit=run_folder.git_commit())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # After the loop, and for the tools
-
-
-def finish(run):
-    """The last lines of a run: the exact validation loss and, where the model's schedule approximates an exact run, the
-    loss of that one; then a sample."""
-    with signals(run):
-        losses = []
-        if hasattr(run.model.config, "schedule"):    # before all processes but one leave: `measure` is a work of all
-            losses.append(measure(run, 1, EXACT_WINDOWS))
-            with exactly(run.model):
-                losses.append(losses[0] and measure(run, 1, EXACT_WINDOWS))
-        if run.rank == 0:
-            print(f"\nvalidation, every held-out token once: {run.val_loss:.4f} nats per token, {run.bits:.4f} bits per byte, "
-                  f"perplexity {perplexity(run.val_loss):.3f}")
-            if all(losses) and losses:
-                print(f"the first {EXACT_WINDOWS} windows: {losses[0][0]:.4f} nats per token by the trained schedule, "
-                      f"{losses[1][0]:.4f} run exactly, token by token")
-            print(f"saved {run.folder / 'last.pt'}" + (f"; best.pt has {run.best:.4f}" if run.best < run.val_loss else ""))
-            if run.config.sample_tokens and not run.stop:
-                sample(run)
-    leave(run, 130 if run.stop else 0)
-
-
-def sample(run):
-    say_cut_prompt(run.model, run.tokenizer, run.config.prompt)
-    print("\nsample:")
-    generator = torch.Generator(run.device).manual_seed(run.model.config.seed)
-    for piece in stream_text(run.model.eval(), run.tokenizer, run.config.prompt, run.config.sample_tokens, temperature=0.8,
-                             generator=generator):
-        print(printable(piece), end="", flush=True)
-        if run.stop:
-            break
-    print()
 
 
 class Checkpoint(NamedTuple):
@@ -613,14 +416,15 @@ def read_settings(settings):
     return *configs.build(settings, TrainConfig, config_class), model_class
 
 
-def flops_of(model_class, config):
-    """flops_per_token of the model's file, for sequences of block_size."""
-    return sys.modules[model_class.__module__].flops_per_token(config, config.block_size)
-
-
-def training_flops(flops):
-    """FLOPs of a training step per token, the head's forward and backward with it."""
-    return flops["train"] + 3 * flops["head"]
+def checked(function, *arguments):
+    """function(*arguments), its ValueError or OSError as a SettingError: for tools whose main has no boundary yet."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        raise SettingError(str(error)) from None
+    except OSError as error:
+        raise SettingError(f"{error.filename} cannot be used ({error.strerror}): name another folder, or see to its "
+                           f"permissions") from None
 
 
 @program("train.py")

@@ -1,4 +1,6 @@
 """tools.sample and the command line of the mechanism files: what a mistake is answered with."""
+import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import train
+from configs import SettingError
 from tools import prove, sample
+from trainer import evaluate
 
 ROOT = Path(train.__file__).parent
 SMALL = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=2", "--max_iters=1", "--sample_tokens=0",
@@ -37,13 +41,22 @@ def test_an_id_that_no_text_has_is_written_as_unknown(folder, capsys):
     assert "\ufffd" in capsys.readouterr().out
 
 
-def test_data_of_another_tokenizer_is_refused(tiny_data, tmp_path):
-    import shutil
+def test_a_run_is_sampled_without_its_data_and_other_tokens_are_refused(tiny_data, tmp_path, capsys):
     shutil.copytree(tiny_data, tmp_path / "d")
     train.main([*SMALL, f"--data={tmp_path / 'd'}", f"--out_dir={tmp_path / 'r'}"])
     (tmp_path / "d" / "meta.json").write_text('{"tokenizer": "gpt2"}', encoding="utf-8")
-    with pytest.raises(SystemExit, match="mend its meta.json"):
-        sample.main([str(tmp_path / "r")])
+    opened, tokenizer = train.open_run(tmp_path / "r")
+    assert tokenizer.name == "bytes" and train.run_data(opened, tiny_data) == tiny_data
+    with pytest.raises(SettingError, match="mend its meta.json"):
+        train.run_data(opened)
+    shutil.rmtree(tmp_path / "d")
+    sample.main([str(tmp_path / "r"), "--max_new_tokens=3", "--prompt=" + 20 * "a"])
+    assert "the prompt has 20 tokens and block_size is 16: the model reads the last 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nats, perplexity", [(800.0, math.inf), (1.0, math.e)])
+def test_the_perplexity_of_a_huge_loss_is_infinite(nats, perplexity):
+    assert evaluate.perplexity(nats) == perplexity
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="arguments are text there")

@@ -41,6 +41,7 @@ import kernels
 import train
 from configs import SettingError
 from tools import arms
+from trainer.device import usable_device
 
 SHAPES = {
     "laptop": dict(n_layer=4, n_embd=128, n_head=4, vocab_size=257, block_size=128),
@@ -339,7 +340,7 @@ def read(argv):
     config, = configs.build(PRESETS.get(own.get("preset", "laptop"), {}) | own, BenchConfig)
     shape = {k: v for k, v in settings.items() if k not in names}
     configs.build(shape, train.GPTConfig)                               # a shape is the baseline's too
-    config.device = str(train.usable_device(config.device))
+    config.device = str(usable_device(config.device))
     labels = arms.labels(config.models) if config.models else [name for name in train.MODELS if name != "gpt"]
     models = {label: parse_arm(label, SHAPES[config.shape] | shape) for label in labels}
     shortest = min(settings["block_size"] for _, settings in models.values())

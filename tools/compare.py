@@ -48,6 +48,7 @@ import data
 import train
 from configs import SettingError
 from tools import arms, verdict
+from trainer import checkpoint, run_folder
 
 RUNS = Path("runs", "compare")
 QUICK = dict(max_iters=700, eval_interval=350)               # over compare.toml
@@ -184,9 +185,9 @@ def run_one(arm, seed):
     resumed = whole_checkpoint(folder, arm)
     settings = arm.settings | dict(seed=seed, out_dir=str(folder), overwrite=resumed is None)
     diverged, stop = None, False
-    if resumed is None or resumed["step"] < arm.steps:
+    if resumed is None or resumed["validated"] < arm.steps:
         with contextlib.redirect_stdout(io.StringIO()):      # its progress bar, on stderr, is left
-            run = train.Run(settings, resumed)
+            run = train.prepare(settings, resumed)
             try:
                 train.train(run)
             except train.Diverged as error:
@@ -210,18 +211,18 @@ def read_result(folder):
 def whole_checkpoint(folder, arm):
     """The state to go on from; None, which is to begin again, where it or the log up to it is missing or damaged."""
     try:
-        state = train.load_state(folder / "last.pt")
+        state = checkpoint.load(folder / "last.pt")
     except SettingError:
         return None
     head, _, checks = read_records(folder, state["step"])
     every, there = arm.identity["train"]["eval_interval"], {record["step"] for record in checks}
-    due = {step for step in range(1, state["step"] + 1) if step % every == 0 or step == arm.steps}
+    due = {step for step in range(1, state["validated"] + 1) if step % every == 0 or step == arm.steps}
     return state if head and due <= there else None
 
 
 def read_records(folder, step):
     """A log.jsonl up to `step` -> (what was trained, or None; the records of steps; those of validations)"""
-    records = [json.loads(line) for line in train.log_until(folder / "log.jsonl", step)]
+    records = [json.loads(line) for line in run_folder.log_until(folder / "log.jsonl", step)]
     return (next((record for record in records if "train_config" in record), None),
             [record for record in records if "loss" in record], [record for record in records if "val_loss" in record])
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import data
+from trainer.processes import agree
 
 
 def check_held_out(tokens, tokenizer):
@@ -46,6 +47,12 @@ def evaluate(model, tokens, tokenizer, batch_size, windows=None, stop=lambda: Fa
         dist.all_reduce(sums)
     nats, count, text_nats, size = sums.tolist()
     return nats / count, text_nats / size / math.log(2)
+
+
+def measure(run, batch_size, windows=None):
+    """What `evaluate` gives on the held-out text; None if any process was asked to stop."""
+    return evaluate(run.model, run.val_tokens, run.tokenizer, batch_size, windows,
+                   lambda: agree(run, torch.zeros((), device=run.device))[1])
 
 
 def perplexity(nats):

@@ -55,6 +55,8 @@ class Lock:
             return "another process"
 
     def release(self):
+        if self.file.closed:                         # the folder may be another's by now
+            return
         with contextlib.suppress(OSError):           # Windows removes no open file: closing first leaves a moment for others
             if sys.platform != "win32":
                 self.path.unlink()
