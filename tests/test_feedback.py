@@ -5,7 +5,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from baselines import feedback
-from model import attend, rotate
+from cyclic import scheduled
+from model import causal_attention, rotate
 from tests.test_contract import SMALL, ids, make as make_arm
 from train import build
 
@@ -15,9 +16,8 @@ def make(**overrides):
 
 
 def run(model, idx, schedule="autoregressive", groups=1, passes=1, grad_passes=1):
-    config = model.config
-    config.schedule, config.groups, config.passes, config.grad_passes = schedule, groups, passes, grad_passes
-    return model(idx)
+    with scheduled(model.config, schedule=schedule, groups=groups, passes=passes, grad_passes=grad_passes):
+        return model(idx)
 
 
 def by_hand(model, idx, window=99):
@@ -31,7 +31,7 @@ def by_hand(model, idx, window=99):
                 x = x + block.feed_forward(block.norm2(x))
             else:
                 q = block.q(block.norm1(x), rope)
-                x = block.finish(x, attend(q, torch.cat(keys[-window:], 2), torch.cat(values[-window:], 2)))
+                x = block.finish(x, causal_attention(q, torch.cat(keys[-window:], 2), torch.cat(values[-window:], 2)))
             m = m + weight * x
         keys.append(rotate(model.k_norm(model.wk(m).unflatten(-1, (-1, 8))).transpose(1, 2), rope))
         values.append(model.wv(m).unflatten(-1, (-1, 8)).transpose(1, 2))
@@ -39,7 +39,7 @@ def by_hand(model, idx, window=99):
     return model.head(model.norm(torch.cat(out, dim=1)))
 
 
-@pytest.mark.parametrize("n_layer, n_kv_head, window", [(4, 2, None), (4, 1, None), (4, 4, 3), (2, 2, 1), (1, 2, None)])
+@pytest.mark.parametrize("n_layer, n_kv_head, window", [(4, 2, None), (4, 1, None), (4, 4, 3), (2, 2, 2), (1, 2, None)])
 def test_it_is_its_definition_and_so_is_decoding(n_layer, n_kv_head, window):
     """Window tau included; token 0 skips attention."""
     model, idx = make(n_layer=n_layer, n_kv_head=n_kv_head, window=window), ids(2, 12)
@@ -50,26 +50,13 @@ def test_it_is_its_definition_and_so_is_decoding(n_layer, n_kv_head, window):
     torch.testing.assert_close(decoded, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("schedule, groups, passes", [("autoregressive", 1, 1), ("jacobi", 1, 2), ("cyclic", 3, 1),
-                                                      ("contiguous", 3, 2)])
-@pytest.mark.parametrize("window", [None, 3])
-def test_no_token_reads_a_later_one(schedule, groups, passes, window):
-    model, idx = make_arm("feedback", window=window), ids(2, 12)
-    before = run(model, idx, schedule, groups, passes)
-    for j in (1, 6, 11):
-        other = idx.clone()
-        other[:, j] = (other[:, j] + 1) % 70
-        after = run(model, other, schedule, groups, passes)
-        assert torch.equal(before[:, :j], after[:, :j]) and not torch.equal(before[:, j], after[:, j])
-
-
 def test_a_window_of_all_is_no_window_and_a_small_one_is_another_model():
     idx = ids(2, 12)
     whole = run(make(), idx)
     assert torch.equal(whole, run(make(window=11), idx))
-    one = run(make(window=1), idx)
-    torch.testing.assert_close(one[:, :2], whole[:, :2], rtol=0, atol=1e-12)
-    assert (one[:, 2:] - whole[:, 2:]).abs().amax((0, 2)).min() > 1e-6
+    two = run(make(window=2), idx)
+    torch.testing.assert_close(two[:, :3], whole[:, :3], rtol=0, atol=1e-12)
+    assert (two[:, 3:] - whole[:, 3:]).abs().amax((0, 2)).min() > 1e-6
 
 
 def test_the_mixture_is_a_softmax():
@@ -88,21 +75,13 @@ def test_the_mixture_is_a_softmax():
 def test_it_is_white_matter_with_one_fixed_channel_and_no_norms_in_the_pool(how):
     """k=1 static softmax over S=L+1, shared projection, no pre-mix norm: equals the Feedback Transformer loop."""
     model, idx = make(), ids(2, 12)
-    wm = build("whitematter", **SMALL, k=1, router="static").eval().double()
+    wm = build("whitematter", **SMALL, variant="release", k=1, router="static").eval().double()
     wm.load_state_dict({name: p for name, p in model.state_dict().items() if "k_norm" not in name}, strict=False)
     for r, matrix in ((wm.keys, model.wk), (wm.values, model.wv)):
         r.router.bias.data, r.weight.data = model.w.softmax(0).data[None], matrix.weight.data[None]
         r.pre = r.post = nn.Identity()
     wm.k_norm.weight.data = model.k_norm.weight.data.view_as(wm.k_norm.weight)
     torch.testing.assert_close(run(model, idx, **how), run(wm, idx, **how), rtol=0, atol=1e-11)
-
-
-def test_cyclic_passes_get_g_more_tokens_right_each():
-    model, idx = make(), ids(1, 12)
-    exact = run(model, idx)
-    for p, first in ((1, 3), (2, 6), (3, 9)):
-        error = (run(model, idx, "cyclic", 3, p) - exact).abs().amax((0, 2))
-        assert error[:first].max() < 1e-12 and error[first + 1:].max() > 1e-9
 
 
 def test_with_all_weight_on_the_embedding_one_pass_is_exact():
@@ -133,7 +112,7 @@ def test_one_slot_and_the_parameters_of_the_header():
     assert all(p is not model.w for group in model.param_groups() if group["decay"] for p in group["params"])
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("window", [None, 2, 3, 40])
 def test_flops_count_the_tokens_in_view(window):
     config = make(window=window).config
     flops = feedback.flops_per_token(config, 12)
@@ -144,16 +123,8 @@ def test_flops_count_the_tokens_in_view(window):
     assert flops["train"] == pytest.approx(3 * 4 * body + 3.5 * 4 * 128 * pairs + 3 * pool - 2 * pool / 12)
 
 
-def test_a_bad_window_is_refused_with_a_sentence():
-    with pytest.raises(ValueError, match="window=0: give at least 1"):
-        make(window=0)
-
-
-@pytest.mark.slow
-def test_compiled_equals_eager():
-    model, idx = make_arm("feedback").train(), ids(2, 12)
-    how = dict(schedule="cyclic", groups=2, passes=2, grad_passes=2)
-    expected = gradients(model, idx, **how)
-    model.compile_pieces()
-    for name, grad in gradients(model, idx, **how).items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("window", [0, 1])
+def test_a_window_without_a_choice_is_refused(window):
+    """With one token in view every softmax is 1: queries and keys would get rounding noise for a gradient."""
+    with pytest.raises(ValueError, match=f"window={window}: .*at least 2"):
+        make(window=window)
