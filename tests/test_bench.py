@@ -1,7 +1,6 @@
 """tools/bench.py: that it measures what it says, not how fast this machine is."""
 import json
 import sys
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +8,7 @@ import torch
 
 import train
 from tools import bench
-from tools.bench import (BenchConfig, Subject, compare, parse_arm, peak_bytes, sequences_that_fit, spread, table,
-                         time_in_turns)
+from tools.bench import (BenchConfig, Subject, compare, parse_arm, peak_bytes, spread, table, time_in_turns)
 
 TINY = dict(n_layer=2, n_embd=16, n_head=2, n_kv_head=1, d_ff=24, vocab_size=70, block_size=12)
 CPU = torch.device("cpu")
@@ -101,50 +99,7 @@ def test_more_sequences_need_more_and_the_baseline_less():
     assert peak("gpt", 2) < peak("mudd", 2) < peak("mudd", 4)
 
 
-def test_what_fits_is_what_a_hand_count_says(monkeypatch):
-    """A model that keeps one tensor of 4 B T D bytes, beside its weights: 16 bytes for each, 8 times as long, a tenth
-    free."""
-    class Plain(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1000))
-
-        def forward(self, idx, targets):
-            return (self.weight * torch.ones(*idx.shape, 1000)).sum()      # keeps the factor beside the weight
-    monkeypatch.setattr(train, "build", lambda name, **settings: Plain())
-    each, held = 4 * 128 * 1000 * 8, 16_000
-    assert sequences_that_fit("gpt", {}) == tuple(int((0.9e9 * memory - held) / each) for memory in (16, 24))
-
-
-def test_what_is_counted_is_let_go(monkeypatch):
-    """An exponential keeps its own result: a hook that handed that tensor back would hold its graph for ever."""
-    class Exponential(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.seen = torch.nn.Parameter(torch.ones(8)), []
-
-        def forward(self, idx, targets):
-            y = (self.weight * torch.ones(*idx.shape, 8)).exp()
-            self.seen.append(weakref.ref(y))
-            return y.sum()
-    model = Exponential()
-    monkeypatch.setattr(train, "build", lambda name, **settings: model)
-    sequences_that_fit("gpt", {})
-    assert len(model.seen) == 2 and not any(y() for y in model.seen)
-
-
-def test_a_bigger_cache_or_more_states_fit_fewer_sequences():
-    plain, mudd = sequences_that_fit("gpt", {}), sequences_that_fit("mudd", {})
-    static = sequences_that_fit("mudd", dict(dynamic=False))
-    assert mudd[0] < static[0] < plain[0] < plain[1]
-
-
-def test_what_does_not_fit_the_estimates_shape_is_not_estimated():
-    """Layer 3 of four: the shape of the estimates has two."""
-    assert sequences_that_fit("value_residual", dict(n_layer=4, variant="sparse", targets=(3,))) is None
-
-
-QUICK = ["--models=value_residual,mudd", "--steps=1", "--batch_size=1", "--estimates=no", "--inference=no"]
+QUICK = ["--models=value_residual,mudd", "--steps=1", "--batch_size=1", "--inference=no"]
 
 
 def test_where_nothing_compiles_the_steps_are_eager(monkeypatch, capsys):
@@ -166,12 +121,13 @@ def test_ctrl_c_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
     bench.main([*QUICK, "--compile=off", f"--out={tmp_path / 'bench.json'}"])
     assert "| value_residual |" in capsys.readouterr().out
     assert list(json.loads((tmp_path / "bench.json").read_text())["results"]) == ["value_residual"]
-    with pytest.raises(SystemExit, match="before the first"):
+    with pytest.raises(SystemExit) as stopped:
         bench.main(["--models=mudd"])
+    assert stopped.value.code == 130
 
 
 def test_too_little_memory_is_one_line():
-    with pytest.raises(SystemExit, match="out of memory: lower --batch_size"):
+    with pytest.raises(SystemExit, match="out of memory; lower --batch_size"):
         bench.main([*QUICK, "--compile=off", "--batch_size=1e13"])
 
 
@@ -187,7 +143,7 @@ def test_facts_are_the_models():
 def test_every_model_is_measured(name, tmp_path, capsys):
     """Eager here; compiled steps are tested where each model's pieces are."""
     out = tmp_path / "bench.json"
-    bench.main([f"--models={name}", "--compile=off", "--steps=1", "--batch_size=1", "--estimates=no", f"--out={out}"])
+    bench.main([f"--models={name}", "--compile=off", "--steps=1", "--batch_size=1", f"--out={out}"])
     head, _, plain, row = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
     assert len(head) == len(plain) == len(row) and plain[0] == "| gpt" and row[0] == f"| {name}"
     found = json.loads(out.read_text())["results"][name]
@@ -200,7 +156,7 @@ def test_compiled_steps_are_timed_beside_eager_ones(capsys):
     bench.main(["--models=mudd:dynamic=no:multiway=no", "--steps=1", "--batch_size=1", "--n_layer=3", "--inference=no"])
     out = capsys.readouterr().out
     assert "step, eager | step, compiled | compiling | peak" in out and "| mudd:dynamic=no:multiway=no |" in out
-    assert "fits 16 / 24 GB" in out and "prefill" not in out
+    assert "prefill" not in out
 
 
 def test_the_table_shows_the_baseline_in_units_and_the_models_against_it():
@@ -211,7 +167,7 @@ def test_the_table_shows_the_baseline_in_units_and_the_models_against_it():
     assert table({"x": result}) == [head, "| --- | --- | --- | --- | --- | --- |",
                                     "| gpt | 100 | 200 ms | 2 MiB | 16 | 2.0 M |", "| x | +50.00% | " + row]
     without = {name: value for name, value in result.items() if name != "eager"}         # its compiler failed, say
-    assert table({"x": result, "y": without | dict(fits=None)})[-1] == "| y | +50.00% | n/a | +50.0% | 8 | 1.500 |"
+    assert table({"x": result, "y": without})[-1] == "| y | +50.00% | n/a | +50.0% | 8 | 1.500 |"
 
 
 def test_settings_of_an_arm_are_its_own_and_a_shape_is_everybodys():
@@ -230,7 +186,7 @@ def test_the_device_may_be_chosen_by_itself():
 
 
 def test_the_presets_name_arms_that_can_be_built(monkeypatch):
-    monkeypatch.setattr(train, "usable_device", lambda name: SimpleNamespace(type=name))
+    monkeypatch.setattr(bench, "usable_device", lambda name: SimpleNamespace(type=name))
     for preset in bench.PRESETS:
         config, arms = bench.read([f"--preset={preset}"])
         assert len(arms) >= 6 and all(train.build(name, **settings) for name, settings in arms.values())
@@ -245,11 +201,11 @@ def test_help_names_every_setting(capsys):
 @pytest.mark.parametrize("argument, sentence", [
     ("--models=mud", "choose from gpt"), ("--models=mudd:multiwy=no", "did you mean --multiway"),
     ("--models=mudd:period=1:period=2", "there twice"), ("--block_size=8", "the last 8 tokens of a block"),
-    ("--models=mudd:block_size=4", "the last 8 tokens of a block"), ("--out=.", "cannot be used (Is a directory)"),
+    ("--models=mudd:block_size=4", "the last 8 tokens of a block"), ("--out=.", "name a file, not a folder"),
     ("--device=cuda:9", "try --device=cpu"), ("--shape=big", "choose one of laptop"),
     ("--models=mudd:period=0", "at least 1"), ("--steps=0", "at least 1"), ("--n_layr=2", "did you mean --n_layer"),
     ("--dtype=fp8", "choose one of float32"), ("--device=tpu", "choose cpu"), ("--preset=desk", "choose one of laptop"),
-    ("--threads=0", "at least 1"), ("--out=nowhere/bench.json", "there is no folder nowhere"),
+    ("--threads=0", "at least 1"), ("--out=nowhere/bench.json", "nowhere/bench.json"),
     ("--n_head=3", "not a multiple")])
 def test_bad_settings_are_one_line(argument, sentence, capsys):
     with pytest.raises(SystemExit) as error:

@@ -6,9 +6,9 @@ What each model costs on this machine, beside the baseline of the same shape: `p
     python -m tools.bench --preset=gpu                                    a 124M shape in bf16, on one GPU
     python -m tools.bench --models=lime --compile=off --n_layer=8         any setting of the models' shape
 
-The two models work by turns, in pairs whose order changes, so that what else the machine does hits both alike; each
-pair gives one ratio, the baseline's seconds by the model's, and the median is shown with the middle half of the pairs.
-Speed 0.90: nine steps of the model in the time of ten of the baseline's. The columns:
+The two models are timed alternately, in pairs whose order changes, so that other load on the machine hits both alike.
+Each pair gives one ratio; 0.9 means 90 % of the baseline's throughput. A cell shows the median of the pairs and, in
+brackets, their middle half. The columns:
 
     step, eager / compiled    a training step: forward, backward and, unless --optimizer=no, AdamW's step
     compiling                 seconds of the first compiled step; of a model after the baseline, whose pieces it shares
@@ -18,11 +18,7 @@ Speed 0.90: nine steps of the model in the time of ten of the baseline's. The co
     cache gains               how much faster the last tokens of a block are generated with the cache than without
     KV                        numbers that the cache keeps of one token
     training FLOPs            of a step with its head, per token: flops_per_token of the model's file
-    fits 16 / 24 GB           sequences of 1,024 tokens that a training step of the 124M shape holds at once, an
-                              ESTIMATE from the tensors that one eager forward pass under bf16 autocast keeps, a tenth
-                              left free; n/a for an arm whose settings the 12 layers of that shape do not have
 """
-import functools
 import itertools
 import json
 import os
@@ -30,7 +26,6 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -41,7 +36,9 @@ import kernels
 import train
 from configs import SettingError
 from tools import arms
-from trainer.device import usable_device
+from trainer.console import program
+from trainer.device import out_of_memory, usable_device
+from trainer.flops import flops_of, training_flops
 
 SHAPES = {
     "laptop": dict(n_layer=4, n_embd=128, n_head=4, vocab_size=257, block_size=128),
@@ -68,7 +65,6 @@ class BenchConfig:
     compile: str = "both"              # off, on, both: eager steps, compiled ones, or these and those
     optimizer: bool = True             # count AdamW's step as part of a training step
     inference: bool = True             # prefill, decode and generation too
-    estimates: bool = True             # what fits a GPU's memory at 124M
     steps: int = 11                    # pairs that are timed
     device: str = "cpu"                # cpu, cuda, mps
     threads: int | None = None         # processor threads (default: torch's)
@@ -215,7 +211,7 @@ class Subject:
         """What needs no clock: parameters, numbers in the cache and training FLOPs per token."""
         config, model_class = self.model.config, type(self.model)
         return dict(parameters=sum(p.numel() for p in self.model.parameters()),
-                    flops=train.training_flops(train.flops_of(model_class, config)),
+                    flops=training_flops(flops_of(model_class, config)),
                     kv=sum(model_class.cache_slots(config)) * config.n_kv_head * config.head_dim)
 
 
@@ -238,7 +234,7 @@ def bench(config, name, settings):
                 subject.model.compile_pieces()
             found |= dict(first_base=steps[1](), first=steps[0](), compiled=compare(*steps, config.steps))
         except Exception as error:                   # whatever it is: a compiler may be missing, or not know the device
-            if train.out_of_memory(error):
+            if out_of_memory(error):
                 raise
             for subject in (ours, base):
                 kernels.restore(subject.model)
@@ -246,42 +242,7 @@ def bench(config, name, settings):
             found |= {} if "eager" in found else dict(eager=compare(*steps, config.steps))
     for key, subject in (("peak", ours), ("peak_base", base)):
         found[key] = peak_bytes(subject.model, subject.step(optimizer=False), ours.device)
-    if config.estimates:
-        found |= dict(fits=sequences_that_fit(name, settings), fits_base=fits_of_the_baseline())
     return found
-
-
-@functools.cache
-def fits_of_the_baseline():
-    return sequences_that_fit("gpt", {})
-
-
-def sequences_that_fit(name, settings):
-    """(for 16 GB, for 24 GB): sequences of 1,024 tokens in one training step of the 124M shape, None where there is no
-    such model. An estimate: per parameter 16 bytes (weight, gradient, two moments), and what a forward pass keeps,
-    counted at 128 tokens, which grows linearly."""
-    T, own = 128, {k: v for k, v in settings.items() if k not in arms.names_of(train.GPTConfig)}
-    try:
-        model = train.build(name, **SHAPES["124m"] | own).train()
-    except ValueError:                               # a layer, say, that twelve do not have
-        return None
-    model.loss = kernels.cross_entropy
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def kept(batch_size):
-        storages = {}
-
-        def count(tensor):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage   # held, so that no other takes its place; the tensor would hold its graph
-        idx = torch.zeros(batch_size, T, dtype=torch.long)
-        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: None)
-        with torch.autocast("cpu", torch.bfloat16), hooks:
-            model(idx, idx)
-        return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in parameters)
-    one, two = kept(1), kept(2)
-    held = 16 * sum(p.numel() for p in model.parameters()) + 2 * one - two
-    return tuple(max(0, int((0.9 * memory * 1e9 - held) / ((two - one) * 1024 / T))) for memory in (16, 24))
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
@@ -313,9 +274,6 @@ def table(results):
         column("cache gains", f"{base['cache_gain_base']:.1f} times", lambda r: f"{r['cache_gain']:.1f} times")
     column("KV, numbers a token", f"{base['kv_base']:,}", lambda r: f"{r['kv']:,}")
     column("training FLOPs a token", f"{base['flops_base'] / 1e6:,.1f} M", lambda r: f"{r['flops'] / r['flops_base']:.3f}")
-    if "fits" in base:
-        column("fits 16 / 24 GB", "{} / {}".format(*base["fits_base"]),
-               lambda r: "{} / {}".format(*r["fits"]) if r["fits"] else "n/a")
     rows = [list(columns), ["---"] * len(columns), [own for own, _ in columns.values()]]
     rows += zip(*(cells for _, cells in columns.values()))
     return ["| " + " | ".join(row) + " |" for row in rows]
@@ -350,19 +308,14 @@ def read(argv):
     return config, models
 
 
+@program("bench")
 def main(argv):
-    try:
-        if {"--help", "-h"} & set(argv):
-            print(__doc__ + configs.help_text(BenchConfig, train.GPTConfig))
-            return
-        config, models = read(argv)
-        out = config.out and Path(config.out)
-        if out and not out.parent.is_dir():
-            raise SettingError(f"--out={out}: there is no folder {out.parent}")
-        if out:
-            train.checked(lambda: open(out, "a").close())            # before minutes of measuring, not after them
-    except SettingError as error:
-        sys.exit(f"bench: {error}")
+    if {"--help", "-h"} & set(argv):
+        print(__doc__ + configs.help_text(BenchConfig, train.GPTConfig))
+        return
+    config, models = read(argv)
+    if config.out:
+        open(config.out, "a", encoding="utf-8").close()                 # before minutes of measuring, not after them
     if config.threads:
         torch.set_num_threads(config.threads)
     results = {}
@@ -371,20 +324,15 @@ def main(argv):
             results[label] = bench(config, name, settings)
     except KeyboardInterrupt:
         if not results:
-            sys.exit("bench: stopped before the first model was measured")
-        print("stopped: these were measured")
-    except (MemoryError, RuntimeError) as error:
-        if not train.out_of_memory(error):
             raise
-        sys.exit("bench: out of memory: lower --batch_size, --block_size, --n_embd or --n_layer")
+        print("stopped: these were measured")
     where = dict(device=config.device, threads=torch.get_num_threads(), torch=torch.__version__,
                  python=sys.version.split()[0], load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
     print(f"shape {config.shape}, {config.batch_size} sequences, {config.dtype}, {config.steps} pairs; "
           + ", ".join(f"{k} {v}" for k, v in where.items() if v is not None) + "\n")
     print("\n".join(table(results)))
-    if out:
-        content = dict(settings=asdict(config), machine=where, results=results)
-        data.write_text(out, json.dumps(content, indent=1) + "\n")
+    if config.out:
+        data.write_text(config.out, json.dumps(dict(settings=asdict(config), machine=where, results=results), indent=1) + "\n")
 
 
 if __name__ == "__main__":
