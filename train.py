@@ -62,7 +62,7 @@ MODELS = {
 
 
 def build(name, **overrides):
-    """A freshly initialised model: build("mudd", n_layer=4). KeyError for an unknown name, ValueError for a bad value."""
+    """A new model: build("mudd", n_layer=4). KeyError for an unknown name, ValueError for a bad value."""
     config_class, model_class = MODELS[name]
     return model_class(config_class(**overrides))
 
@@ -72,7 +72,7 @@ class TrainConfig:
     model: str = "gpt"                   # which one of train.MODELS
     data: str = "plays"                  # plays (bytes), plays_gpt2, or a folder of token files
     out_dir: str | None = None           # folder of the run (default: the next free runs/<model>-<n>)
-    resume: bool = False                 # go on from last.pt in out_dir (default: in the newest run, of --model if given)
+    resume: bool = False                 # go on from last.pt in out_dir (default: of the newest run, of --model if given)
     overwrite: bool = False              # begin again in an out_dir that exists
     max_iters: int = 1000                # optimizer steps, exactly
     batch_size: int = 16                 # sequences in one micro-step of one process
@@ -85,10 +85,10 @@ class TrainConfig:
     beta1: float = 0.9                   # AdamW: decay of the mean gradient
     beta2: float = 0.95                  # AdamW: decay of its mean square
     grad_clip: float = 1.0               # largest norm of the whole gradient (0: no clipping)
-    eval_interval: int = 250             # steps between validations, each on every held-out token; the end counts as one
+    eval_interval: int = 250             # steps between validations on every held-out token; one is made at the end
     log_interval: int = 10               # steps between records of log.jsonl
     device: str = "auto"                 # auto, cpu, cuda, cuda:1, mps
-    dtype: str = "auto"                  # auto, float32, bfloat16, float16: of the matrix products; weights stay float32
+    dtype: str = "auto"                  # auto, float32, bfloat16, float16: of matrix products; weights stay float32
     compile: str = "auto"                # auto (on for CUDA), on, off: compile the pieces between the lines of the loop
     prompt: str = ""                     # what the sample at the end goes on from (default: end of text)
     sample_tokens: int = 256             # length of that sample
@@ -106,8 +106,8 @@ class TrainConfig:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a positive number")
         if self.min_lr > self.learning_rate:
-            raise ValueError(f"--min_lr={self.min_lr} is above the peak, --learning_rate={self.learning_rate}: lower it, or "
-                             f"leave it out")
+            raise ValueError(f"--min_lr={self.min_lr} is above the peak, --learning_rate={self.learning_rate}: "
+                             f"lower it, or leave it out")
         for name in ("warmup_iters", "weight_decay", "grad_clip", "sample_tokens"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)}: give 0 or a positive number")
@@ -274,7 +274,7 @@ def write_log(run, **record):
 
 
 def validate(run):
-    """The exact validation loss. last.pt was saved before it, so a stop inside it loses no step; --resume makes it up."""
+    """The exact validation loss. last.pt was saved before it: a stop inside it loses no step, and --resume makes it up."""
     result = measure(run, run.config.batch_size)
     if result is None:
         stopped(run)
@@ -283,7 +283,8 @@ def validate(run):
     run.val_loss, run.bits = result
     better, run.best, run.validated = run.val_loss < run.best, min(run.best, run.val_loss), run.step
     write_log(run, val_loss=run.val_loss, bits_per_byte=run.bits)
-    run.progress.say(f"step {run.step}: validation loss {run.val_loss:.4f} nats per token, {run.bits:.4f} bits per byte")
+    run.progress.say(f"step {run.step}: validation loss {run.val_loss:.4f} nats per token, "
+                     f"{run.bits:.4f} bits per byte")
     for name in ("best.pt", "last.pt") if better else ("last.pt",):
         save(run, name)
     run.clock = time.perf_counter()                  # validation is no part of the next step's seconds
@@ -328,7 +329,8 @@ def prepare(settings, resumed=None):
     steps = config.gradient_accumulation_steps
     if steps % world:
         near = " or ".join(str(n) for n in (steps // world * world, -(-steps // world) * world) if n)
-        raise SettingError(f"--gradient_accumulation_steps={steps} cannot be shared out among {world} processes: give {near}")
+        raise SettingError(f"--gradient_accumulation_steps={steps} cannot be shared out among {world} processes: "
+                           f"give {near}")
     device, dtype, why = device_and_dtype(config, model_config)
     if world > 1:
         device = join(device)
@@ -376,13 +378,14 @@ class Checkpoint(NamedTuple):
 
 
 def load_checkpoint(path):
-    """A trained model from a checkpoint file, or from the best.pt of a run folder. See Checkpoint; raises SettingError."""
+    """A Checkpoint from a file, or from the best.pt of a run folder. SettingError, one line, if it cannot be used."""
     path = Path(path)
     if path.is_dir():
         path = path / ("best.pt" if (path / "best.pt").exists() else "last.pt")
     state = checkpoint.load(path)
     model = checkpoint.load_model(state, path, MODELS)
-    facts = {name: state.get(name) for name in ("settings", "step", "val_loss", "best", "tokenizer")} | {"path": str(path)}
+    facts = {name: state.get(name) for name in ("settings", "step", "val_loss", "best", "tokenizer")}
+    facts["path"] = str(path)
     return Checkpoint(model.eval(), model.config, facts)
 
 

@@ -32,7 +32,8 @@ class SampleConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a whole number of at least 1")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"--temperature={self.temperature}: give 0 for the most likely token, or a positive number")
+            raise ValueError(f"--temperature={self.temperature}: give 0 for the most likely token, "
+                             f"or a positive number")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"--top_k={self.top_k}: give a whole number of at least 1, or leave it out")
         if not 0 <= self.seed < 2 ** 63:

@@ -39,7 +39,7 @@ class Lock:
         try:
             if sys.platform == "win32":
                 import msvcrt
-                self.file.seek(FAR)                  # Windows forbids others to read locked bytes: lock one that is not used
+                self.file.seek(FAR)                  # nobody can read a locked byte: lock one beyond the end
                 msvcrt.locking(self.file.fileno(), msvcrt.LK_NBLCK, 1)
             else:
                 import fcntl
@@ -57,7 +57,7 @@ class Lock:
     def release(self):
         if self.file.closed:                         # the folder may be another's by now
             return
-        with contextlib.suppress(OSError):           # Windows removes no open file: closing first leaves a moment for others
+        with contextlib.suppress(OSError):           # Windows removes no open file, so there it is closed first
             if sys.platform != "win32":
                 self.path.unlink()
             self.file.close()
@@ -69,7 +69,7 @@ FAR = 1 << 30
 
 
 def new_folder(model, out_dir=None, overwrite=False):
-    """(folder, Lock) for a run that begins: out_dir, or the next free runs/<model>-<n>. What an overwritten run left goes."""
+    """(folder, Lock) for a run that begins: out_dir, or the next free runs/<model>-<n>. An overwritten run is removed."""
     if out_dir is None:
         for n in range(1, sys.maxsize):
             folder = Path("runs", f"{model}-{n}")
@@ -91,12 +91,13 @@ def new_folder(model, out_dir=None, overwrite=False):
 
 
 def resumed_folder(folder, model, step, validated):
-    """(folder, Lock) of a run to go on with. Its log is cut at the step of the checkpoint, and at its last validation."""
+    """(folder, Lock) of a run to go on with. Its log is cut at the checkpoint's step, and at its last validation."""
     folder = Path(folder)
     lock = Lock(folder)
     try:
         lines = log_until(folder / "log.jsonl", step, validated)
-        logged = next((record["train_config"]["model"] for record in map(json.loads, lines) if "train_config" in record), model)
+        heads = (record["train_config"] for record in map(json.loads, lines) if "train_config" in record)
+        logged = next(heads, {"model": model})["model"]
         if logged != model:
             raise SettingError(f"{folder / 'last.pt'} is of a {model} model, and log.jsonl of a {logged} model: "
                                f"put the right file back, or remove the wrong one")
@@ -109,7 +110,7 @@ def resumed_folder(folder, model, step, validated):
 
 
 def log_until(path, step, validated=None):
-    """The lines of a log.jsonl up to `step`, those of validations up to step `validated`. Other lines, one cut off by a kill for example, are left out.
+    """The lines of a log.jsonl up to `step`, those of validations up to step `validated`. Damaged lines are left out.
 
     A missing log is empty: the checkpoint holds all that a resumed run needs.
     """
