@@ -1,7 +1,4 @@
-"""How settings are read: presets as TOML, then flags `--name=value`, over the defaults of a few dataclasses.
-
-The dataclasses are the one place where a setting is named: its comment there is its line in `--help`.
-"""
+"""Settings: dataclass defaults, then TOML presets, then flags. The comment behind a field is its line in `--help`."""
 import dataclasses
 import difflib
 import functools
@@ -14,48 +11,71 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+ELSEWHERE = {"lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "accum": "gradient_accumulation_steps",
+             "steps": "max_iters", "seq_len": "block_size", "context_length": "block_size", "d_model": "n_embd"}
 
 
 class SettingError(ValueError):
     """A setting that cannot be used; its text is one line that says how to mend it."""
 
 
-def read(argv):
-    """Command line -> {name: value}, values as TOML types or strings: `preset.toml`s first, flags over them, in order.
+def read(argv, paths=None):
+    """Command line -> {name: value}, values as TOML types or strings. Flags override presets, later ones earlier ones.
 
-    A preset is a path, or the name of a file in configs/ with or without `.toml`. A bare `--flag` means yes, `-h` is `--help`.
+    A preset is a path, or the name of a file in configs/ with or without `.toml`. A bare `--flag` means yes, `-h` is
+    `--help`. Where a list `paths` is given, arguments that are no flags are appended to it, and are no presets.
     """
-    settings, flags = {}, {}
+    settings, flags, before = {}, {}, ""
     for argument in argv:
         if argument == "-h":
             flags["help"] = True
         elif argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             flags[name.replace("-", "_")] = value if equals else True
-        else:
+        elif re.fullmatch("--[^=]+", before) and not (preset_path(argument) or re.search(r"\.toml$|[/\\]", argument)):
+            raise SettingError(f"{before} {argument}: write {before}={argument}")
+        elif paths is None:
             settings |= load_preset(argument)
+        else:
+            paths.append(argument)
+        before = argument
     return settings | flags
 
 
+def preset_path(name):
+    return next((path for path in (Path(name), HERE / name, HERE / f"{name}.toml") if path.is_file()), None)
+
+
 def load_preset(name):
-    for path in (Path(name), HERE / name, HERE / f"{name}.toml"):
-        if path.is_file():
-            try:
-                return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                raise SettingError(f"{path} is not a preset: {error}") from None
-    known = ", ".join(sorted(path.name for path in HERE.glob("*.toml")))
-    raise SettingError(f"{name!r} is no preset: give a TOML file, one of {known}, or a setting as --name=value")
+    """The settings of a preset, {name: value as TOML gives it}. SettingError where there is none."""
+    path = preset_path(name)
+    if path is None:
+        known = ", ".join(sorted(path.name for path in HERE.glob("*.toml")))
+        raise SettingError(f"{str(name)!r} is no preset: give a TOML file, one of {known}, or a setting, --name=value")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path} is not a preset: {error}") from None
 
 
-def build(settings, *classes):
-    """{name: value} -> one instance of each dataclass. A name that none of them has is refused with the nearest one;
-    a value of the wrong type, and what a class itself refuses (ValueError), likewise."""
+def choose(settings, models):
+    """(name, value of `models`) for the setting `model`, gpt if it is not given; SettingError if it is none of them."""
+    name = convert("model", settings.get("model", "gpt"), str)
+    if name not in models:
+        raise SettingError(f"--model={name}: choose one of {', '.join(models)}")
+    return name, models[name]
+
+
+def build(settings, *classes, models={}):
+    """{name: value} -> one instance of each dataclass. SettingError for a name that none of them has, a value of the
+    wrong type, and what a class itself refuses (ValueError). `models` {name: config class} serves to explain a name."""
     known = {field.name: hint for cls in classes for field, hint, _ in fields(cls)}
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean --{near[0]}?" if near else "--help lists them all"
+            owners = [model for model, cls in models.items() if name in [field.name for field, *_ in fields(cls)]]
+            near = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else difflib.get_close_matches(name, known, n=1)
+            hint = (f"it belongs to {', '.join(owners)}; choose one of them with --model" if owners else
+                    f"did you mean --{near[0]}?" if near else "--help lists them all")
             raise SettingError(f"--{name} is no setting here: {hint}")
     values = {name: convert(name, value, known[name]) for name, value in settings.items()}
     try:
@@ -65,11 +85,18 @@ def build(settings, *classes):
 
 
 def convert(name, value, hint):
-    """A string from the command line, or a TOML value, as the type that the field asks for."""
+    """A string from the command line, or a TOML value, as the type of its field; SettingError if it does not fit."""
     if isinstance(hint, types.UnionType):                                # X | None
         if value is None or str(value).lower() == "none":
             return None
         hint = typing.get_args(hint)[0]
+    if "\0" in str(value):
+        raise SettingError(f"--{name}={value!r}: a setting cannot hold a NUL character")
+    if typing.get_origin(hint) is typing.Literal:
+        words, switch = typing.get_args(hint), {True: "on", False: "off"}.get(WORDS.get(str(value).lower()))
+        if value in words or switch in words:
+            return value if value in words else switch
+        raise SettingError(f"--{name}={value}: choose one of {', '.join(words)}")
     try:
         if hint is bool:
             return WORDS[str(value).lower()]
@@ -86,8 +113,7 @@ def convert(name, value, hint):
         return hint(value)
     except (KeyError, ValueError, TypeError, OverflowError):
         wanted = {bool: "yes or no", int: "a whole number", float: "a number", str: "a word, in TOML between quotes,"}
-        wanted = wanted.get(hint, "numbers like 5,6,7")
-        raise SettingError(f"--{name}={value}: {wanted} is wanted here") from None
+        raise SettingError(f"--{name}={value}: {wanted.get(hint, 'numbers like 5,6,7')} is wanted here") from None
 
 
 @functools.cache
@@ -99,11 +125,16 @@ def fields(cls):
     return [(field, hints[field.name], comments.get(field.name, "")) for field in dataclasses.fields(cls)]
 
 
-def help_text(*classes):
-    """One line for each setting: name, default, comment."""
+def help_text(*configs, models=()):
+    """One line for each setting: name, value, comment. A config is a dataclass (its defaults) or an instance of one."""
     lines = []
-    for cls in classes:
+    for config in configs:
+        cls = config if isinstance(config, type) else type(config)
         lines.append(f"\n{cls.__name__}")
         for field, _, comment in fields(cls):
-            lines.append(f"  --{field.name + '=' + str(field.default):<32} {comment}")
+            value = getattr(config, field.name)
+            value = f"{value:.6g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
+            lines.append(f"  --{field.name + '=' + value:<32} {comment}")
+    if models:
+        lines.append(f"\nModels: {', '.join(models)}\nThe settings of another model: --model=NAME --help")
     return "\n".join(lines)

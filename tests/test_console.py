@@ -27,7 +27,7 @@ def ends_with(error, *notes):
 @pytest.mark.parametrize("error, line", [
     (SettingError("--a=1: no"), "name: --a=1: no"),
     (ValueError("two\nlines"), "name: two lines"),
-    (OSError(errno.ENOSPC, "No space left on device", "x.pt"), "name: x.pt: No space left on device; make room on that disk"),
+    (OSError(errno.ENOSPC, "No space left", "x.pt"), "name: x.pt: No space left; make room on that disk"),
     (OSError("certificate expired"), "name: certificate expired"),
     (MemoryError(), f"name: out of memory; {console.MEMORY}"),
     (RuntimeError("CUDA error: out of memory"), f"name: out of memory; {console.MEMORY}")])
@@ -39,9 +39,9 @@ def test_a_note_is_the_remedy():
     assert ends_with(torch.OutOfMemoryError("CUDA"), "try --batch_size=2") == "name: out of memory; try --batch_size=2"
 
 
-@pytest.mark.parametrize("fault", [lambda: int("x"), lambda: torch.zeros(2).view(3), lambda: [].pop(), lambda: sum([1, "a"])])
+@pytest.mark.parametrize("fault", [lambda: int("x"), lambda: torch.zeros(2).view(3), lambda: [].pop()])
 def test_a_fault_of_the_code_keeps_its_traceback(fault):
-    with pytest.raises((ValueError, RuntimeError, IndexError, TypeError)):
+    with pytest.raises((ValueError, RuntimeError, IndexError)):
         console.program("name")(fault)()
 
 
@@ -51,8 +51,8 @@ def test_ctrl_c_is_status_130_and_says_how_to_go_on(capsys):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
-@pytest.mark.parametrize("write", [lambda: torch.save(torch.zeros(9), "/dev/full"), lambda: torch.save([1], "/no/where.pt"),
-                                   lambda: open("/dev/full", "w").close() or open("/dev/full", "w", 1).write("x\n")])
+@pytest.mark.parametrize("write", [lambda: torch.save([1], "/dev/full"), lambda: torch.save([1], "/no/where.pt"),
+                                   lambda: open("/dev/full", "w", 1).write("x\n")])
 def test_a_write_that_fails_names_its_file(write):
     with pytest.raises(OSError) as failed, console.writing("runs/last.pt"):
         write()
@@ -63,7 +63,8 @@ CHILD = "from trainer import console\n@console.program('name')\ndef main():\n   
 
 
 def child(body, **how):
-    return subprocess.Popen([sys.executable, "-c", CHILD.format(body)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
+    return subprocess.Popen([sys.executable, "-c", CHILD.format(body)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            **how)
 
 
 def test_a_reader_who_leaves_ends_the_program_silently():
@@ -75,13 +76,15 @@ def test_a_reader_who_leaves_ends_the_program_silently():
 
 
 def test_a_character_that_the_encoding_lacks_stops_nothing():
-    said, complaint = child("print('\\u2192 x')", env=os.environ | {"PYTHONIOENCODING": "ascii"}).communicate(timeout=60)
+    process = child("print('\\u2192 x')", env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    said, complaint = process.communicate(timeout=60)
     assert said.split() == [b"?", b"x"] and complaint == b""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise there")
 def test_ctrl_c_while_torch_is_imported_gives_no_traceback():
-    code = "from trainer import console; console.starting(__name__); import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    code = ("from trainer import console; console.starting(__name__)\n"
+            "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert process.returncode == -2 and process.stderr == b""
 
@@ -102,14 +105,15 @@ with console.Progress(5, interval=2) as progress:
 
 @pytest.mark.parametrize("terminal, disable, bar", [(False, "", False), (True, "", True), (True, "1", False)])
 def test_progress_is_a_bar_in_a_terminal_and_plain_lines_elsewhere(terminal, disable, bar):
-    ended = subprocess.run([sys.executable, "-c", PROGRESS.format(terminal)], env=os.environ | {"TQDM_DISABLE": disable},
-                           capture_output=True, text=True, check=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", PROGRESS.format(terminal)], timeout=60, check=True,
+                           env=os.environ | {"TQDM_DISABLE": disable}, capture_output=True, text=True)
     assert ("5/5" in ended.stderr and "loss 1.500, 2,000 tokens/s" in ended.stderr) is bar
     assert ended.stdout.splitlines() == [f"step {n} of 5: loss 1.500, 2,000 tokens/s" for n in (2, 4, 5) if not bar]
 
 
 @pytest.mark.parametrize("card, dtype, share", [
-    ("Tesla T4", torch.float16, 0.1), ("NVIDIA A100-SXM4-40GB", torch.bfloat16, 6.5 / 312), ("Tesla T4", torch.bfloat16, "n/a"),
+    ("Tesla T4", torch.float16, 0.1), ("Tesla T4", torch.bfloat16, "n/a"),
+    ("NVIDIA A100-SXM4-40GB", torch.bfloat16, 6.5 / 312),
     ("NVIDIA A100-SXM4-40GB", torch.float32, "n/a"), ("NVIDIA RTX A1000", torch.bfloat16, "n/a"),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, "n/a"), ("NVIDIA L40", torch.bfloat16, "n/a"),
     ("NVIDIA T400", torch.float16, "n/a")])

@@ -19,7 +19,8 @@ MEMORY = ("lower --batch_size and raise --gradient_accumulation_steps by as much
           "--n_layer")
 REMEDY = {errno.ENOSPC: "make room on that disk", errno.EROFS: "name a folder on another disk",
           errno.EACCES: "check its permissions", errno.EPERM: "check its permissions",
-          errno.ENOENT: "check the name", errno.EISDIR: "name a file, not a folder", errno.ENOTDIR: "name a folder, not a file"}
+          errno.ENOENT: "check the name", errno.EISDIR: "name a file, not a folder",
+          errno.ENOTDIR: "name a folder, not a file"}
 
 
 def starting(module):
@@ -90,7 +91,7 @@ def raised_here(error):
 
 @contextlib.contextmanager
 def writing(path):
-    """A failed write is an OSError that names `path`: a full disk alone gives no name, and torch.save a RuntimeError."""
+    """A failed write is an OSError that names `path`: a full disk gives no name, and torch.save a RuntimeError."""
     try:
         yield
     except OSError as error:

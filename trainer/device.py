@@ -74,8 +74,8 @@ def device_and_dtype(config, model_config):
 def cpu_speeds(width, d_ff):
     """FLOP/s of the product (256, width) x (width, d_ff) on the CPU in (float32, bfloat16), each the best of twenty.
 
-    A processor's flags do not tell: some multiply bfloat16 natively, but more slowly than float32. Sides are cut at 1024,
-    so that this takes milliseconds.
+    A processor's flags do not tell: some multiply bfloat16 natively, but more slowly than float32. Sides are cut at
+    1024, so that this takes milliseconds.
     """
     rows, width, d_ff = 256, min(width, 1024), min(d_ff, 1024)
     seconds = {torch.float32: [], torch.bfloat16: []}
