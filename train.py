@@ -15,7 +15,11 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from trainer.console import program, starting
+
+starting(__name__)                       # until main runs, Ctrl-C ends the imports below without a traceback
 
 import torch
 import torch.distributed as dist
@@ -34,7 +38,6 @@ from depth_attention import DepthAttention, DepthAttentionConfig, LoopedConfig, 
 from model import GPT, GPTConfig
 from mudd import MUDD, MUDDConfig
 from trainer import checkpoint, run_folder
-from trainer.console import program
 from trainer.device import device_and_dtype, device_name, mfu, out_of_memory, peak_memory
 from trainer.evaluate import check_held_out, measure
 from trainer.finish import finish
@@ -72,7 +75,7 @@ class TrainConfig:
     model: str = "gpt"                   # which one of train.MODELS
     data: str = "plays"                  # plays (bytes), plays_gpt2, or a folder of token files
     out_dir: str | None = None           # folder of the run (default: the next free runs/<model>-<n>)
-    resume: bool = False                 # go on from last.pt in out_dir (default: of the newest run, of --model if given)
+    resume: bool = False                 # go on from last.pt in out_dir (default: of the newest run, or of --model's)
     overwrite: bool = False              # begin again in an out_dir that exists
     max_iters: int = 1000                # optimizer steps, exactly
     batch_size: int = 16                 # sequences in one micro-step of one process
@@ -88,14 +91,12 @@ class TrainConfig:
     eval_interval: int = 250             # steps between validations on every held-out token; one is made at the end
     log_interval: int = 10               # steps between records of log.jsonl
     device: str = "auto"                 # auto, cpu, cuda, cuda:1, mps
-    dtype: str = "auto"                  # auto, float32, bfloat16, float16: of matrix products; weights stay float32
-    compile: str = "auto"                # auto (on for CUDA), on, off: compile the pieces between the lines of the loop
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"    # of matrix products; weights stay float32
+    compile: Literal["auto", "on", "off"] = "auto"       # compile the pieces between the lines of the loop (auto: on CUDA)
     prompt: str = ""                     # what the sample at the end goes on from (default: end of text)
     sample_tokens: int = 256             # length of that sample
 
     def __post_init__(self):
-        if self.model not in MODELS:
-            raise ValueError(f"--model={self.model}: choose one of {', '.join(MODELS)}")
         for name in ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a whole number of at least 1")
@@ -114,9 +115,6 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a number from 0 up to, but not including, 1")
-        for name, words in (("dtype", ("auto", "float32", "bfloat16", "float16")), ("compile", ("auto", "on", "off"))):
-            if getattr(self, name) not in words:
-                raise ValueError(f"--{name}={getattr(self, name)}: choose one of {', '.join(words)}")
 
 
 def learning_rate(config, step):
@@ -274,7 +272,7 @@ def write_log(run, **record):
 
 
 def validate(run):
-    """The exact validation loss. last.pt was saved before it: a stop inside it loses no step, and --resume makes it up."""
+    """The exact validation loss. last.pt was saved before it, so a stop inside loses no step; --resume makes it up."""
     result = measure(run, run.config.batch_size)
     if result is None:
         stopped(run)
@@ -412,11 +410,9 @@ def run_data(opened, name=None):
 
 def read_settings(settings):
     """{name: value} -> (TrainConfig, the model's config, the model's class)."""
-    name = configs.convert("model", settings.get("model", "gpt"), str)
-    if name not in MODELS:
-        raise SettingError(f"--model={name}: choose one of {', '.join(MODELS)}")
-    config_class, model_class = MODELS[name]
-    return *configs.build(settings, TrainConfig, config_class), model_class
+    _, (config_class, model_class) = configs.choose(settings, MODELS)
+    known = {name: config for name, (config, _) in MODELS.items()}
+    return *configs.build(settings, TrainConfig, config_class, models=known), model_class
 
 
 def checked(function, *arguments):
@@ -434,9 +430,10 @@ def checked(function, *arguments):
 def main(argv):
     settings = configs.read(argv)
     resume = configs.convert("resume", settings.pop("resume", False), bool)
+    if not resume and all(argument.startswith("-") for argument in argv):
+        settings = configs.load_preset("laptop") | settings
     if settings.pop("help", False):
-        config_class, _ = MODELS.get(str(settings.get("model")), MODELS["gpt"])
-        print(__doc__ + configs.help_text(TrainConfig, config_class))
+        print(__doc__ + configs.help_text(*read_settings(settings)[:2], models=MODELS))
         return
     resumed = None
     if resume:
@@ -444,8 +441,6 @@ def main(argv):
         folder = Path(out_dir or run_folder.newest_run(settings.get("model", "*")))
         resumed = checkpoint.load(folder / "last.pt")
         settings = resumed["settings"] | settings | {"out_dir": str(folder)}
-    elif all(argument.startswith("--") for argument in argv):
-        settings = configs.load_preset("laptop") | settings
     try:
         run = prepare(settings, resumed)
         train(run)

@@ -8,11 +8,14 @@ import math
 import sys
 from dataclasses import dataclass
 
+from trainer.console import printable, program, starting
+
+starting(__name__)
+
 import torch
 
 import configs
 from train import open_run
-from trainer.console import printable, program
 from trainer.device import usable_device
 from trainer.text import say_cut_prompt, stream_text
 
@@ -42,8 +45,7 @@ class SampleConfig:
 
 @program("sample")
 def main(argv):
-    paths = [argument for argument in argv if not argument.startswith("-")]
-    settings = configs.read([argument for argument in argv if argument.startswith("-")])
+    settings = configs.read(argv, paths := [])
     if settings.pop("help", False):
         print(__doc__ + configs.help_text(SampleConfig))
         return

@@ -69,15 +69,13 @@ FAR = 1 << 30
 
 
 def new_folder(model, out_dir=None, overwrite=False):
-    """(folder, Lock) for a run that begins: out_dir, or the next free runs/<model>-<n>. An overwritten run is removed."""
+    """(folder, Lock) of a run that begins: out_dir, or the next free runs/<model>-<n>. An overwritten run goes."""
     if out_dir is None:
         for n in range(1, sys.maxsize):
             folder = Path("runs", f"{model}-{n}")
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(parents=True)
                 return folder, Lock(folder)
-    if not out_dir.isprintable():
-        raise SettingError(f"--out_dir={out_dir!r} has a character that no folder should have: name another folder")
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     lock = Lock(folder)
