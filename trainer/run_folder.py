@@ -1,4 +1,5 @@
 """The folder of a run: choose or make it, lock it against a second process, write its log, find the newest."""
+import atexit
 import contextlib
 import json
 import os
@@ -33,6 +34,7 @@ class Lock:
         self.file.truncate(0)
         self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.file.flush()
+        atexit.register(self.release)                # if the run ends before its loop begins
 
     def taken(self):
         """Whether the lock of the open file is ours now."""
