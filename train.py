@@ -92,7 +92,7 @@ class TrainConfig:
     log_interval: int = 10               # steps between records of log.jsonl
     device: str = "auto"                 # auto, cpu, cuda, cuda:1, mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"    # of matrix products; weights stay float32
-    compile: Literal["auto", "on", "off"] = "auto"       # compile the pieces between the lines of the loop (auto: on CUDA)
+    compile: Literal["auto", "on", "off"] = "auto"       # compile the pieces of the layer loop (auto: on CUDA)
     prompt: str = ""                     # what the sample at the end goes on from (default: end of text)
     sample_tokens: int = 256             # length of that sample
 
