@@ -230,7 +230,7 @@ def test_the_device_may_be_chosen_by_itself():
 
 
 def test_the_presets_name_arms_that_can_be_built(monkeypatch):
-    monkeypatch.setattr(train, "usable_device", lambda name: SimpleNamespace(type=name))
+    monkeypatch.setattr(bench, "usable_device", lambda name: SimpleNamespace(type=name))
     for preset in bench.PRESETS:
         config, arms = bench.read([f"--preset={preset}"])
         assert len(arms) >= 6 and all(train.build(name, **settings) for name, settings in arms.values())
