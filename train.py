@@ -15,7 +15,11 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from trainer.console import program, starting
+
+starting(__name__)                       # until main runs, Ctrl-C ends the imports below without a traceback
 
 import torch
 import torch.distributed as dist
@@ -34,7 +38,6 @@ from depth_attention import DepthAttention, DepthAttentionConfig, LoopedConfig, 
 from model import GPT, GPTConfig
 from mudd import MUDD, MUDDConfig
 from trainer import checkpoint, run_folder
-from trainer.console import program
 from trainer.device import device_and_dtype, device_name, mfu, out_of_memory, peak_memory
 from trainer.evaluate import check_held_out, measure
 from trainer.finish import finish
@@ -62,7 +65,7 @@ MODELS = {
 
 
 def build(name, **overrides):
-    """A freshly initialised model: build("mudd", n_layer=4). KeyError for an unknown name, ValueError for a bad value."""
+    """A new model: build("mudd", n_layer=4). KeyError for an unknown name, ValueError for a bad value."""
     config_class, model_class = MODELS[name]
     return model_class(config_class(**overrides))
 
@@ -72,7 +75,7 @@ class TrainConfig:
     model: str = "gpt"                   # which one of train.MODELS
     data: str = "plays"                  # plays (bytes), plays_gpt2, or a folder of token files
     out_dir: str | None = None           # folder of the run (default: the next free runs/<model>-<n>)
-    resume: bool = False                 # go on from last.pt in out_dir (default: in the newest run, of --model if given)
+    resume: bool = False                 # go on from last.pt in out_dir (default: of the newest run, or of --model's)
     overwrite: bool = False              # begin again in an out_dir that exists
     max_iters: int = 1000                # optimizer steps, exactly
     batch_size: int = 16                 # sequences in one micro-step of one process
@@ -85,17 +88,15 @@ class TrainConfig:
     beta1: float = 0.9                   # AdamW: decay of the mean gradient
     beta2: float = 0.95                  # AdamW: decay of its mean square
     grad_clip: float = 1.0               # largest norm of the whole gradient (0: no clipping)
-    eval_interval: int = 250             # steps between validations, each on every held-out token; the end counts as one
+    eval_interval: int = 250             # steps between validations on every held-out token; one is made at the end
     log_interval: int = 10               # steps between records of log.jsonl
     device: str = "auto"                 # auto, cpu, cuda, cuda:1, mps
-    dtype: str = "auto"                  # auto, float32, bfloat16, float16: of the matrix products; weights stay float32
-    compile: str = "auto"                # auto (on for CUDA), on, off: compile the pieces between the lines of the loop
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"    # of matrix products; weights stay float32
+    compile: Literal["auto", "on", "off"] = "auto"       # compile the pieces of the layer loop (auto: on CUDA)
     prompt: str = ""                     # what the sample at the end goes on from (default: end of text)
     sample_tokens: int = 256             # length of that sample
 
     def __post_init__(self):
-        if self.model not in MODELS:
-            raise ValueError(f"--model={self.model}: choose one of {', '.join(MODELS)}")
         for name in ("max_iters", "batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a whole number of at least 1")
@@ -106,17 +107,14 @@ class TrainConfig:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a positive number")
         if self.min_lr > self.learning_rate:
-            raise ValueError(f"--min_lr={self.min_lr} is above the peak, --learning_rate={self.learning_rate}: lower it, or "
-                             f"leave it out")
+            raise ValueError(f"--min_lr={self.min_lr} is above the peak, --learning_rate={self.learning_rate}: "
+                             f"lower it, or leave it out")
         for name in ("warmup_iters", "weight_decay", "grad_clip", "sample_tokens"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name}={getattr(self, name)}: give 0 or a positive number")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a number from 0 up to, but not including, 1")
-        for name, words in (("dtype", ("auto", "float32", "bfloat16", "float16")), ("compile", ("auto", "on", "off"))):
-            if getattr(self, name) not in words:
-                raise ValueError(f"--{name}={getattr(self, name)}: choose one of {', '.join(words)}")
 
 
 def learning_rate(config, step):
@@ -274,7 +272,7 @@ def write_log(run, **record):
 
 
 def validate(run):
-    """The exact validation loss. last.pt was saved before it, so a stop inside it loses no step; --resume makes it up."""
+    """The exact validation loss. last.pt was saved before it, so a stop inside loses no step; --resume makes it up."""
     result = measure(run, run.config.batch_size)
     if result is None:
         stopped(run)
@@ -283,7 +281,8 @@ def validate(run):
     run.val_loss, run.bits = result
     better, run.best, run.validated = run.val_loss < run.best, min(run.best, run.val_loss), run.step
     write_log(run, val_loss=run.val_loss, bits_per_byte=run.bits)
-    run.progress.say(f"step {run.step}: validation loss {run.val_loss:.4f} nats per token, {run.bits:.4f} bits per byte")
+    run.progress.say(f"step {run.step}: validation loss {run.val_loss:.4f} nats per token, "
+                     f"{run.bits:.4f} bits per byte")
     for name in ("best.pt", "last.pt") if better else ("last.pt",):
         save(run, name)
     run.clock = time.perf_counter()                  # validation is no part of the next step's seconds
@@ -328,7 +327,8 @@ def prepare(settings, resumed=None):
     steps = config.gradient_accumulation_steps
     if steps % world:
         near = " or ".join(str(n) for n in (steps // world * world, -(-steps // world) * world) if n)
-        raise SettingError(f"--gradient_accumulation_steps={steps} cannot be shared out among {world} processes: give {near}")
+        raise SettingError(f"--gradient_accumulation_steps={steps} cannot be shared out among {world} processes: "
+                           f"give {near}")
     device, dtype, why = device_and_dtype(config, model_config)
     if world > 1:
         device = join(device)
@@ -376,13 +376,14 @@ class Checkpoint(NamedTuple):
 
 
 def load_checkpoint(path):
-    """A trained model from a checkpoint file, or from the best.pt of a run folder. See Checkpoint; raises SettingError."""
+    """A Checkpoint from a file, or from the best.pt of a run folder. SettingError, one line, if it cannot be used."""
     path = Path(path)
     if path.is_dir():
         path = path / ("best.pt" if (path / "best.pt").exists() else "last.pt")
     state = checkpoint.load(path)
     model = checkpoint.load_model(state, path, MODELS)
-    facts = {name: state.get(name) for name in ("settings", "step", "val_loss", "best", "tokenizer")} | {"path": str(path)}
+    facts = {name: state.get(name) for name in ("settings", "step", "val_loss", "best", "tokenizer")}
+    facts["path"] = str(path)
     return Checkpoint(model.eval(), model.config, facts)
 
 
@@ -409,11 +410,9 @@ def run_data(opened, name=None):
 
 def read_settings(settings):
     """{name: value} -> (TrainConfig, the model's config, the model's class)."""
-    name = configs.convert("model", settings.get("model", "gpt"), str)
-    if name not in MODELS:
-        raise SettingError(f"--model={name}: choose one of {', '.join(MODELS)}")
-    config_class, model_class = MODELS[name]
-    return *configs.build(settings, TrainConfig, config_class), model_class
+    _, (config_class, model_class) = configs.choose(settings, MODELS)
+    known = {name: config for name, (config, _) in MODELS.items()}
+    return *configs.build(settings, TrainConfig, config_class, models=known), model_class
 
 
 def checked(function, *arguments):
@@ -431,9 +430,10 @@ def checked(function, *arguments):
 def main(argv):
     settings = configs.read(argv)
     resume = configs.convert("resume", settings.pop("resume", False), bool)
+    if not resume and all(argument.startswith("-") for argument in argv):
+        settings = configs.load_preset("laptop") | settings
     if settings.pop("help", False):
-        config_class, _ = MODELS.get(str(settings.get("model")), MODELS["gpt"])
-        print(__doc__ + configs.help_text(TrainConfig, config_class))
+        print(__doc__ + configs.help_text(*read_settings(settings)[:2], models=MODELS))
         return
     resumed = None
     if resume:
@@ -441,8 +441,6 @@ def main(argv):
         folder = Path(out_dir or run_folder.newest_run(settings.get("model", "*")))
         resumed = checkpoint.load(folder / "last.pt")
         settings = resumed["settings"] | settings | {"out_dir": str(folder)}
-    elif all(argument.startswith("--") for argument in argv):
-        settings = configs.load_preset("laptop") | settings
     try:
         run = prepare(settings, resumed)
         train(run)

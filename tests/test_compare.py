@@ -244,18 +244,18 @@ def test_comments_do_not_change_the_code_and_formulas_do(tmp_path, monkeypatch):
 
 def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tiny, trained, capsys, monkeypatch):
     argv = ["--models=gpt,mudd", "--seeds=2", *tiny]
-    plain = train.Run.micro_batches
+    plain = train.micro_batches
 
     def interrupted(self, step):
         self.stop = self.stop or step == 2 and len(trained) == 4                   # Ctrl-C in the last run's third step
         return plain(self, step)
-    monkeypatch.setattr(train.Run, "micro_batches", interrupted)
+    monkeypatch.setattr(train, "micro_batches", interrupted)
     with pytest.raises(SystemExit, match=re.escape(shlex.join(argv))):
         compare.main(argv)
     out = capsys.readouterr().out
     assert "| mudd" in out and "one seed shows nothing by itself" in out           # the pair of seed 1337
     assert checkpoint.load(Path("runs/compare", trained[3], "last.pt"))["step"] == 3
-    monkeypatch.setattr(train.Run, "micro_batches", plain)
+    monkeypatch.setattr(train, "micro_batches", plain)
     compare.main(argv)
     assert len(trained) == 5 and trained[4] == trained[3]
     resumed = result("gpt-mudd.json")["runs"]
@@ -268,18 +268,18 @@ def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tin
 
 
 def test_ctrl_c_in_the_last_step_of_a_run_does_not_start_the_next(tiny, trained, monkeypatch, capsys):
-    plain, argv = train.Run.evaluate_and_save, ["--models=gpt,mudd", "--seeds=1", *tiny]
+    plain, argv = train.validate, ["--models=gpt,mudd", "--seeds=1", *tiny]
 
     def interrupted(self):
         self.stop = self.step == 4                                                 # while the end is validated
         plain(self)
-    monkeypatch.setattr(train.Run, "evaluate_and_save", interrupted)
+    monkeypatch.setattr(train, "validate", interrupted)
     with pytest.raises(SystemExit, match="go on with"):
         compare.main(argv)
     assert len(trained) == 1
-    monkeypatch.setattr(train.Run, "evaluate_and_save", plain)
+    monkeypatch.setattr(train, "validate", plain)
     compare.main(argv)
-    assert len(trained) == 2
+    assert len(trained) == 3                         # the first only makes up its validation
 
 
 def test_a_damaged_folder_is_read_anew_or_trained_anew(tiny, trained, capsys):
@@ -334,19 +334,19 @@ def test_results_are_not_written_over_what_is_read_or_is_no_result(tiny, trained
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tiny, trained, monkeypatch):
-    plain, argv = train.Run.log, ["--models=gpt", "--seeds=1", *tiny]
-    monkeypatch.setattr(train.Run, "log", lambda self, *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    plain, argv = train.log_step, ["--models=gpt", "--seeds=1", *tiny]
+    monkeypatch.setattr(train, "log_step", lambda self, *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(SystemExit, match="go on with"):
         compare.main(argv)
-    monkeypatch.setattr(train.Run, "log", plain)
+    monkeypatch.setattr(train, "log_step", plain)
     compare.main(argv)
     assert len(result("gpt.json")["runs"][0]["curve"]) == 4
 
 
 def test_a_diverged_run_is_a_result_and_stops_nothing(tiny, trained, monkeypatch, capsys):
-    plain = train.Run.refuse_non_finite
-    monkeypatch.setattr(train.Run, "refuse_non_finite", lambda self, step, loss, norm: plain(
-        self, step, math.nan if step == 1 and self.config.learning_rate == 9 else loss, norm))
+    plain = train.refuse_non_finite
+    monkeypatch.setattr(train, "refuse_non_finite", lambda self, loss, norm: plain(
+        self, math.nan if self.step == 1 and self.config.learning_rate == 9 else loss, norm))
     compare.main(["--models=gpt,gpt:learning_rate=9", "--seeds=2", *tiny])
     row, = result("gpt-gpt_learning_rate=9.json")["differences"]
     assert row["verdict"] == "diverged" and len(trained) == 4

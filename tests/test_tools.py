@@ -13,8 +13,8 @@ from tools import prove, sample
 from trainer import evaluate
 
 ROOT = Path(train.__file__).parent
-SMALL = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=2", "--max_iters=1", "--sample_tokens=0",
-         "--device=cpu"]
+SMALL = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=2", "--max_iters=1",
+         "--sample_tokens=0", "--device=cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,13 @@ def folder(tiny_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags, sentence", [
-    (["--device=xyz"], "choose cpu, cuda"), (["--device=meta"], "choose cpu, cuda"), (["--device=mps:9"], "cannot be used here"),
-    (["--temperature=-1"], "a positive number"), (["--temperature=nan"], "a positive number"), (["--temperature=inf"], "a positive number"),
-    (["--seed=99999999999999999999"], "a whole number from 0"), (["--seed=-1"], "a whole number from 0"), (["--top_k=0"], "at least 1"),
-    (["--bogus=1"], "--help lists them all"), (["another"], "one run at a time"), (["-x"], "'-x' is no preset")])
+    (["--device=xyz"], "choose cpu, cuda"), (["--device=meta"], "choose cpu, cuda"),
+    (["--device=mps:9"], "cannot be used here"),
+    (["--temperature=-1"], "a positive number"), (["--temperature=nan"], "a positive number"),
+    (["--temperature=inf"], "a positive number"),
+    (["--seed=99999999999999999999"], "a whole number from 0"),
+    (["--seed=-1"], "a whole number from 0"), (["--top_k=0"], "at least 1"),
+    (["--bogus=1"], "--help lists them all"), (["another"], "one run at a time"), (["-x"], "one run at a time")])
 def test_a_mistake_is_answered_with_one_line(folder, flags, sentence):
     with pytest.raises(SystemExit) as stopped:
         sample.main([str(folder), *flags])
@@ -62,8 +65,9 @@ def test_the_perplexity_of_a_huge_loss_is_infinite(nats, perplexity):
 @pytest.mark.skipif(sys.platform == "win32", reason="arguments are text there")
 def test_a_prompt_and_a_terminal_without_unicode_do_not_stop_it(folder):
     import os
-    done = subprocess.run([sys.executable, "-m", "tools.sample", str(folder), b"--prompt=\xff\xc3\xa9", "--max_new_tokens=3"],
-                          cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "tools.sample", str(folder), b"--prompt=\xff\xc3\xa9",
+                           "--max_new_tokens=3"], cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+                          capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -95,7 +99,8 @@ def test_a_file_with_two_models_proves_the_one_that_is_asked_for(capsys, monkeyp
         prove.main("depth_attention", "looped")
 
 
-@pytest.mark.parametrize("flag, sentence", [("--n_head=3", "not a multiple of n_kv_head"), ("--diff=perhaps", "yes or no"),
+@pytest.mark.parametrize("flag, sentence", [("--n_head=3", "not a multiple of n_kv_head"),
+                                            ("--diff=perhaps", "yes or no"),
                                             ("--bogus", "--help lists them all")])
 def test_a_mechanism_file_answers_a_mistake_with_one_line(flag, sentence, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["value_residual.py", flag])

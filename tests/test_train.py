@@ -22,8 +22,9 @@ from configs import SettingError
 from train import MODELS, TrainConfig, learning_rate, load_checkpoint
 
 ROOT = Path(train.__file__).parent
-SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=6", "--eval_interval=4",
-         "--log_interval=1", "--warmup_iters=2", "--learning_rate=0.01", "--sample_tokens=0", "--device=cpu"]
+SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--max_iters=6",
+         "--eval_interval=4", "--log_interval=1", "--warmup_iters=2", "--learning_rate=0.01",
+         "--sample_tokens=0", "--device=cpu"]
 
 
 @pytest.fixture
@@ -83,7 +84,8 @@ def test_exactly_max_iters_steps_and_the_last_weights_are_evaluated_and_saved(ru
 
 
 @pytest.mark.parametrize("flags", [[], ["--dropout=0.2"], ["--dtype=bfloat16", "--dropout=0.1"],
-                                   ["--model=value_residual", "--variant=learnable", "--gradient_accumulation_steps=2"]])
+                                   ["--model=value_residual", "--variant=learnable",
+                                    "--gradient_accumulation_steps=2"]])
 def test_resume_is_bit_equal_also_from_a_step_that_was_no_evaluation(run, monkeypatch, flags):
     run(*flags, "--out_dir=whole")
     with monkeypatch.context() as patch:
@@ -98,7 +100,8 @@ def test_resume_is_bit_equal_also_from_a_step_that_was_no_evaluation(run, monkey
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in ("gpt", "value_residual")])
 def test_every_model_trains_resumes_bit_equal_and_samples(run, monkeypatch, capsys, model):
-    flags = [f"--model={model}", "--max_iters=4", "--eval_interval=3", "--n_layer=4", "--block_size=8", "--batch_size=16"]
+    flags = [f"--model={model}", "--max_iters=4", "--eval_interval=3", "--n_layer=4", "--block_size=8",
+             "--batch_size=16"]
     run(*flags, "--out_dir=whole", "--sample_tokens=4")
     assert "sample:" in capsys.readouterr().out
     with monkeypatch.context() as patch:
@@ -145,7 +148,8 @@ def test_bits_per_byte_leave_end_of_text_out(tmp_path):
     assert nats == pytest.approx(math.log(257)) and bits == pytest.approx(math.log2(257))
 
 
-@pytest.mark.parametrize("warmup, decay, steps", [(0, None, 10), (10, None, 10), (20, None, 10), (0, None, 1), (1, None, 1),
+@pytest.mark.parametrize("warmup, decay, steps", [(0, None, 10), (10, None, 10), (20, None, 10), (0, None, 1),
+                                                  (1, None, 1),
                                                   (5, 5, 10), (5, 3, 10), (2, 0, 10)])
 def test_the_learning_rate_is_positive_and_finite_for_every_edge(warmup, decay, steps):
     config = TrainConfig(max_iters=steps, warmup_iters=warmup, lr_decay_iters=decay, learning_rate=1.0)
@@ -157,33 +161,20 @@ def test_the_learning_rate_is_positive_and_finite_for_every_edge(warmup, decay, 
 
 MISTAKES = [
     (["--nlayer=3"], "did you mean --n_layer?"),
-    (["--xyzzy=3"], "--help lists them all"),
     (["--model=gtp"], "choose one of gpt"),
     (["--n_layer=two"], "a whole number is wanted"),
-    (["--n_layer=2.5"], "a whole number is wanted"),
-    (["--learning_rate=fast"], "a number is wanted"),
-    (["--qk_norm=maybe"], "yes or no is wanted"),
     (["--n_head=4", "--n_kv_head=3"], "not a multiple of n_kv_head=3"),
-    (["--n_embd=17"], "not a multiple of n_head"),
     (["--block_size=7000"], "block_size=7000 needs 7001 tokens"),
     (["--data=nowhere"], "no data set 'nowhere'"),
-    (["no_such_preset.toml"], "is no preset"),
-    (["--dtype=int8"], "choose one of auto, float32"),
     (["--device=tpu"], "cannot be used here"),
     (["--max_iters=0"], "at least 1"),
     (["--learning_rate=0"], "a positive number"),
     (["--lr_decay_iters=-5"], "or leave it out"),
     (["--learning_rate=1e-3", "--min_lr=2e-3"], "is above the peak"),
-    (["--learning_rate=nan"], "a positive number"),
     (["--dropout=1"], "up to, but not including, 1"),
     (["--vocab_size=100"], "smaller than the 257 ids"),
     (["--seed=-1"], "a whole number from 0"),
-    (["--seed=99999999999999999999"], "a whole number from 0"),
-    (["--rope_base=0"], "a positive number"),
-    (["--norm_eps=nan"], "a positive number"),
-    (["--init_std=-1"], "0 or a positive number"),
     (["--device=meta"], "choose cpu, cuda"),
-    (["--device="], "choose cpu, cuda"),
     ([f"--out_dir={ROOT / 'train.py'}"], "train.py: File exists"),
     ([f"--out_dir={ROOT / 'train.py' / 'x'}"], "Not a directory"),
     (["--out_dir=" + 300 * "x"], "File name too long"),
@@ -193,7 +184,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("flags, sentence", MISTAKES, ids=[" ".join(m[0]).replace(str(ROOT), "")[:40] for m in MISTAKES])
+@pytest.mark.parametrize("flags, sentence", MISTAKES, ids=[" ".join(m[0])[-40:] for m in MISTAKES])
 def test_a_mistake_is_answered_with_one_line_and_nothing_is_written(run, flags, sentence):
     before = set(Path().iterdir())
     with pytest.raises(SystemExit) as stopped:
@@ -203,19 +194,16 @@ def test_a_mistake_is_answered_with_one_line_and_nothing_is_written(run, flags, 
 
 
 @pytest.mark.parametrize("preset, sentence", [
-    ("[model]\nn_layer = 2\n", "--model={'n_layer': 2}: a word"), ("model = ['gpt']", "a word"), ("prompt = 2020-01-01", "a word"),
-    ("prompt = 5", "a word"), ("max_iters = 2020-01-01", "a whole number"),
-    ("n_layer = [1]", "a whole number"), ("x = = 1", "is not a preset")])
+    (b"prompt = 5", "a word"), (b"max_iters = 2020-01-01", "a whole number"), (b"x = = 1", "is not a preset"),
+    (b"\xef\xbb\xbfn_layer = [1]", "--n_layer=[1]: a whole number")])         # some editors mark UTF-8 by these bytes
 def test_a_malformed_preset_is_answered_with_one_line(tmp_path, monkeypatch, preset, sentence):
     monkeypatch.chdir(tmp_path)
-    Path("odd.toml").write_text(preset, encoding="utf-8")
-    with pytest.raises(SystemExit) as stopped:
-        train.main(["odd.toml", "--device=cpu"])
-    assert sentence in str(stopped.value.code) and "\n" not in str(stopped.value.code)
+    Path("odd.toml").write_bytes(preset)
+    assert sentence in refused(train.main, ["odd.toml", "--device=cpu"])
     assert [p.name for p in Path().iterdir()] == ["odd.toml"]
 
 
-@pytest.mark.parametrize("held_out, sentence", [([256], "nothing but end of text"), ([256] * 3, "nothing but end of text"),
+@pytest.mark.parametrize("held_out, sentence", [([256] * 3, "nothing but end of text"),
                                                 ([65] * 5000 + [40000], "token id 40000")])
 def test_held_out_data_that_cannot_be_used_is_refused_before_training(run, tmp_path, held_out, sentence):
     import numpy as np
@@ -228,17 +216,17 @@ def test_held_out_data_that_cannot_be_used_is_refused_before_training(run, tmp_p
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("steps, near", [(3, "give 2 or 4"), (1, "give 2")])
+def test_accumulation_that_cannot_be_shared_out_names_the_nearest_values(run, monkeypatch, steps, near):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert refused(run, f"--gradient_accumulation_steps={steps}").endswith(near)
+
+
 def test_a_run_may_be_resumed_in_fp16(run):
     run("--out_dir=r", "--max_iters=2")
     train.main(["--resume", "--out_dir=r", "--max_iters=3", "--dtype=float16"])
     train.main(["--resume", "--out_dir=r", "--max_iters=4", "--dtype=float32"])
     assert list(losses("r")) == [1, 2, 3, 4]
-
-
-def test_accumulation_must_be_shared_out_among_the_processes(run, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="give 2 or 4"):
-        run("--gradient_accumulation_steps=3")
 
 
 def spoil_weights(run):
@@ -295,7 +283,7 @@ def lose_log(run):
 
 
 @pytest.mark.parametrize("action, sentence", [
-    (raising(torch.OutOfMemoryError("CUDA out of memory")), "out of memory; --batch_size=2 --gradient_accumulation_steps=2"),
+    (raising(torch.OutOfMemoryError("CUDA")), "out of memory; --batch_size=2 --gradient_accumulation_steps=2"),
     (raising(SettingError("train.bin: token id 40000")), "train.bin: token id 40000; go on with"),
     (raising(RuntimeError("illegal memory access")), None), (lose_log, "log.jsonl: Is a directory")])
 def test_an_error_in_the_loop_saves_the_last_whole_step(run, monkeypatch, action, sentence):
@@ -317,7 +305,7 @@ def test_an_error_in_the_loop_saves_the_last_whole_step(run, monkeypatch, action
 @pytest.mark.parametrize("max_iters, made", [(6, 4), (4, 4)])
 def test_a_validation_that_was_interrupted_is_made_up_on_resume(run, monkeypatch, max_iters, made):
     run(f"--max_iters={max_iters}", "--out_dir=whole")
-    with monkeypatch.context() as patch:                              # the signal comes between two batches of a validation
+    with monkeypatch.context() as patch:                              # the signal comes between two of its batches
         def windows(*arguments, plain=data.windows):
             for n, batch in enumerate(plain(*arguments)):
                 if n == 1 and running:
@@ -371,7 +359,8 @@ def test_a_signal_that_is_ignored_stays_ignored(run, monkeypatch):
 def test_a_folder_has_one_process_at_a_time(run, tmp_path):
     run("--out_dir=r", "--max_iters=1")
     before = Path("r/last.pt").read_bytes()
-    code = "import sys; from trainer.run_folder import Lock; lock = Lock(sys.argv[1]); print('locked', flush=True); sys.stdin.read()"
+    code = "import sys; from trainer.run_folder import Lock; lock = Lock(sys.argv[1]); " \
+           "print('locked', flush=True); sys.stdin.read()"
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "r")], cwd=ROOT, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, text=True)
     try:
@@ -401,15 +390,19 @@ def broken(name, value):
 @pytest.mark.parametrize("name, value, sentence", [
     ("settings.model", "gone", "does not fit the code"), ("settings", [], "its settings cannot be used"),
     ("model_config.gone", 1, "does not fit the code"), ("model.norm\0weight", None, "does not fit the code"),
-    ("model.norm\0weight", torch.ones(3), "does not fit the code"), ("model.norm\0weight", 5, "its model cannot be used"),
+    ("model.norm\0weight", torch.ones(3), "does not fit the code"),
+    ("model.norm\0weight", 5, "its model cannot be used"),
     ("model.norm\0weight", torch.full((16,), math.nan), "norm.weight is not finite"),
-    ("step", 1.5, "its step cannot be used"), ("step", -1, "its step cannot be used"), ("best", "low", "its best cannot be used"),
+    ("step", 1.5, "its step cannot be used"), ("step", -1, "its step cannot be used"),
+    ("best", "low", "its best cannot be used"),
     ("format", "other", "is no checkpoint of this project"),
     ("optimizer", None, "holds no optimizer state"), ("optimizer", {}, "has other groups than the model"),
-    ("optimizer.param_groups", [], "has other groups than the model"), ("optimizer.state", [], "has other groups than the model"),
-    ("optimizer.state.1", None, "optimizer state of parameter 1"), ("optimizer.state.1.exp_avg", None, "optimizer state of parameter 1"),
+    ("optimizer.param_groups", [], "has other groups than the model"),
+    ("optimizer.state", [], "has other groups than the model"),
+    ("optimizer.state.1", None, "state of parameter 1"), ("optimizer.state.1.exp_avg", None, "state of parameter 1"),
     ("optimizer.state.1.exp_avg_sq", torch.ones(1), "optimizer state of parameter 1"),
-    ("optimizer.state.1.step", torch.tensor(math.nan), "optimizer state of parameter 1"), ("scaler", 5, "its scaler cannot be used")])
+    ("optimizer.state.1.step", torch.tensor(math.nan), "state of parameter 1"),
+    ("scaler", 5, "its scaler cannot be used")])
 def test_a_tampered_checkpoint_is_refused_with_one_line(run, name, value, sentence):
     run("--out_dir=r", "--max_iters=1")
     state = torch.load("r/last.pt", weights_only=True)
@@ -443,16 +436,17 @@ def test_a_bare_run_takes_the_next_free_folder_and_says_what_it_is(run, capsys):
 def test_resume_takes_the_run_saved_last_with_its_settings_and_those_asked_for_now(run, tiny_data, tmp_path, capsys):
     run("--max_iters=1")
     run("--max_iters=4", "--n_embd=32")
-    os.utime("runs/gpt-2/last.pt", (0, 0))                            # a copy or a clock set back: not the time of saving
+    os.utime("runs/gpt-2/last.pt", (0, 0))                            # not when it was saved
     state = torch.load("runs/gpt-2/last.pt", weights_only=True)
     torch.save(state | dict(best=0.0), "runs/gpt-2/last.pt")
     os.utime("runs/gpt-2/last.pt", (0, 0))
     shutil.copytree(tiny_data, tmp_path / "other")
-    train.main(["--resume", "--max_iters=8", "--weight_decay=0.5", "--beta2=0.9", "--batch_size=5", f"--data={tmp_path / 'other'}"])
+    train.main(["--resume", "--max_iters=8", "--weight_decay=0.5", "--beta2=0.9", "--batch_size=5",
+                f"--data={tmp_path / 'other'}"])
     state = torch.load("runs/gpt-2/last.pt", weights_only=True)
     groups = state["optimizer"]["param_groups"]
     assert state["step"] == 8 and state["model_config"]["n_embd"] == 32
-    assert [group["weight_decay"] for group in groups] == [0.5, 0.0] and all(group["betas"][1] == 0.9 for group in groups)
+    assert [(group["weight_decay"], group["betas"][1]) for group in groups] == [(0.5, 0.9), (0.0, 0.9)]
     said = capsys.readouterr().out
     assert "a step has 5 sequences and had 4" in said and "--lr_decay_iters=4 keeps it flat" in said
     assert "the best loss begins anew" in said and torch.load("runs/gpt-2/best.pt", weights_only=True)["step"] > 4
@@ -521,7 +515,8 @@ def test_weight_decay_and_rates_follow_the_groups():
     model = train.build("value_residual", variant="learnable", n_layer=2, n_head=1, n_embd=8)
     optimizer = train.make_optimizer(model, TrainConfig(weight_decay=0.3), torch.device("cpu"))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decay[id(model.blocks[0].wq.weight)] == 0.3 and decay[id(model.lam1)] == 0 and decay[id(model.norm.weight)] == 0
+    assert decay[id(model.blocks[0].wq.weight)] == 0.3
+    assert decay[id(model.lam1)] == 0 and decay[id(model.norm.weight)] == 0
 
 
 def test_a_compiler_that_fails_is_named_and_training_goes_on(run, monkeypatch, capsys):
@@ -568,12 +563,13 @@ def test_a_stopped_or_killed_run_leaves_a_checkpoint_that_resumes(tiny_data, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt", "feedback"])     # the latter's exact loss, at the end, is a work of all processes
+@pytest.mark.parametrize("model", ["gpt", "feedback"])     # all processes share the exact loss at its end
 def test_two_processes_take_the_steps_of_one(run, tiny_data, tmp_path, model):
     common = [*SMALL, f"--data={tiny_data}", "--gradient_accumulation_steps=4", f"--model={model}"]
     train.main([*common, f"--out_dir={tmp_path / 'one'}"])
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
-                    *common, f"--out_dir={tmp_path / 'two'}"], check=True, timeout=240, cwd=tmp_path)
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                    str(ROOT / "train.py"), *common, f"--out_dir={tmp_path / 'two'}"], check=True, timeout=240,
+                   cwd=tmp_path)
     one, two = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("one", "two"))
     for name in one["model"]:
         torch.testing.assert_close(two["model"][name], one["model"][name], rtol=1e-4, atol=1e-5)

@@ -8,11 +8,14 @@ import math
 import sys
 from dataclasses import dataclass
 
+from trainer.console import printable, program, starting
+
+starting(__name__)
+
 import torch
 
 import configs
 from train import open_run
-from trainer.console import printable, program
 from trainer.device import usable_device
 from trainer.text import say_cut_prompt, stream_text
 
@@ -32,7 +35,8 @@ class SampleConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)}: give a whole number of at least 1")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"--temperature={self.temperature}: give 0 for the most likely token, or a positive number")
+            raise ValueError(f"--temperature={self.temperature}: give 0 for the most likely token, "
+                             f"or a positive number")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"--top_k={self.top_k}: give a whole number of at least 1, or leave it out")
         if not 0 <= self.seed < 2 ** 63:
@@ -41,8 +45,7 @@ class SampleConfig:
 
 @program("sample")
 def main(argv):
-    paths = [argument for argument in argv if not argument.startswith("-")]
-    settings = configs.read([argument for argument in argv if argument.startswith("-")])
+    settings = configs.read(argv, paths := [])
     if settings.pop("help", False):
         print(__doc__ + configs.help_text(SampleConfig))
         return

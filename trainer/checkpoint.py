@@ -23,7 +23,7 @@ class NotFinite(Exception):
 def save(path, state):
     """Write under another name first, then rename: whenever the process dies, a whole checkpoint is at `path`.
 
-    OSError, with the file's name, if the disk refuses. NotFinite if a weight is not finite: a checkpoint is a good state.
+    OSError, with the file's name, if the disk refuses. NotFinite if a weight is: a checkpoint is a good state.
     """
     bad = first_bad(state["model"])
     if bad:
@@ -93,7 +93,8 @@ def load_weights(model, state, path):
 def load_optimizer(optimizer, scaler, state, path):
     """The moments and the loss scale of a checkpoint. Rates, decay and betas stay as they are asked for now."""
     if not isinstance(state.get("optimizer"), dict):
-        raise SettingError(f"{path} holds no optimizer state, so it can be sampled and probed, but not resumed: take last.pt")
+        raise SettingError(f"{path} holds no optimizer state: it can be sampled and probed, but not resumed. "
+                           f"Take the last.pt of a run")
     mine, saved = optimizer.state_dict(), state["optimizer"]
     groups, moments = saved.get("param_groups"), saved.get("state")
     try:
@@ -110,7 +111,7 @@ def load_optimizer(optimizer, scaler, state, path):
         if not tensors(entry) or not {"step", *MOMENTS} <= entry.keys() or first_bad(entry) or \
                 entry["step"].numel() != 1 or not 0 <= entry["step"].item() <= state["step"] or \
                 any(entry[name].shape != p.shape or entry[name].dtype != p.dtype for name in MOMENTS):
-            raise damaged(path, f"the optimizer state of parameter {n} is missing, or has another shape or no finite values")
+            raise damaged(path, f"the optimizer state of parameter {n} is missing, of another shape, or not finite")
     optimizer.load_state_dict(dict(state=moments, param_groups=mine["param_groups"]))
 
     scale = state.get("scaler")

@@ -12,7 +12,8 @@ from trainer.processes import agree
 
 def check_held_out(tokens, tokenizer):
     """ValueError if there is no held-out text or an id is beyond the vocabulary: before training, not after it."""
-    if not sum((y != tokenizer.eot_token).sum().item() for _, y in data.windows(tokens, 2 ** 20, tokenizer.eot_token, 1)):
+    eot = tokenizer.eot_token
+    if not sum((y != eot).sum().item() for _, y in data.windows(tokens, 2 ** 20, eot, 1)):
         raise ValueError(f"{tokens.shards[0][0]} holds nothing but end of text: prepare it from more text")
 
 
@@ -21,8 +22,9 @@ def evaluate(model, tokens, tokenizer, batch_size, windows=None, stop=lambda: Fa
     """(nats per token, bits per byte) over every held-out token, or over the first so many `windows`.
 
     Float32 throughout, so that the number does not depend on the batch size. End of text is predicted like any token,
-    but has no bytes, so its nats are left out of the bits per byte. Processes share the batches. None if `stop()`, which
-    is asked between batches, says to stop; with several processes it must give all of them the same answer.
+    but has no bytes, so its nats are left out of the bits per byte. Processes share the batches.
+
+    `stop()` is asked between batches; if it says yes, the result is None. All processes must get the same answer.
     """
     device, was_training = next(model.parameters()).device, model.training
     lengths = torch.as_tensor(data.token_bytes(tokenizer), device=device)
@@ -37,7 +39,8 @@ def evaluate(model, tokens, tokenizer, batch_size, windows=None, stop=lambda: Fa
                 h, y = model.hidden(x.to(device)), y.to(device)
                 for row, targets in zip(h, y):                               # one row of logits at a time
                     nats, size = F.cross_entropy(model.head(row).float(), targets, reduction="none"), lengths[targets]
-                    sums += torch.stack((nats.sum(), nats.new_tensor(len(nats)), nats[size > 0].sum(), size.sum())).cpu()
+                    count = nats.new_tensor(len(nats))
+                    sums += torch.stack((nats.sum(), count, nats[size > 0].sum(), size.sum())).cpu()
             if n % world == world - 1 and stop():
                 return None
     finally:

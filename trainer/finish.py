@@ -20,12 +20,13 @@ def finish(run):
             with exactly(run.model):
                 losses.append(losses[0] and measure(run, 1, EXACT_WINDOWS))
         if run.rank == 0:
-            print(f"\nvalidation, every held-out token once: {run.val_loss:.4f} nats per token, {run.bits:.4f} bits per byte, "
-                  f"perplexity {perplexity(run.val_loss):.3f}")
+            print(f"\nvalidation, every held-out token once: {run.val_loss:.4f} nats per token, "
+                  f"{run.bits:.4f} bits per byte, perplexity {perplexity(run.val_loss):.3f}")
             if all(losses) and losses:
                 print(f"the first {EXACT_WINDOWS} windows: {losses[0][0]:.4f} nats per token by the trained schedule, "
                       f"{losses[1][0]:.4f} run exactly, token by token")
-            print(f"saved {run.folder / 'last.pt'}" + (f"; best.pt has {run.best:.4f}" if run.best < run.val_loss else ""))
+            best = f"; best.pt has {run.best:.4f}" if run.best < run.val_loss else ""
+            print(f"saved {run.folder / 'last.pt'}{best}")
             if run.config.sample_tokens and not run.stop:
                 sample(run)
     leave(run, 130 if run.stop else 0)
@@ -35,8 +36,8 @@ def sample(run):
     say_cut_prompt(run.model, run.tokenizer, run.config.prompt)
     print("\nsample:")
     generator = torch.Generator(run.device).manual_seed(run.model.config.seed)
-    for piece in stream_text(run.model.eval(), run.tokenizer, run.config.prompt, run.config.sample_tokens, temperature=0.8,
-                             generator=generator):
+    for piece in stream_text(run.model.eval(), run.tokenizer, run.config.prompt, run.config.sample_tokens,
+                             temperature=0.8, generator=generator):
         print(printable(piece), end="", flush=True)
         if run.stop:
             break

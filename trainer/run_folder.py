@@ -1,4 +1,5 @@
 """The folder of a run: choose or make it, lock it against a second process, write its log, find the newest."""
+import atexit
 import contextlib
 import json
 import os
@@ -33,13 +34,14 @@ class Lock:
         self.file.truncate(0)
         self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.file.flush()
+        atexit.register(self.release)                # if the run ends before its loop begins
 
     def taken(self):
         """Whether the lock of the open file is ours now."""
         try:
             if sys.platform == "win32":
                 import msvcrt
-                self.file.seek(FAR)                  # Windows forbids others to read locked bytes: lock one that is not used
+                self.file.seek(FAR)                  # nobody can read a locked byte: lock one beyond the end
                 msvcrt.locking(self.file.fileno(), msvcrt.LK_NBLCK, 1)
             else:
                 import fcntl
@@ -57,7 +59,7 @@ class Lock:
     def release(self):
         if self.file.closed:                         # the folder may be another's by now
             return
-        with contextlib.suppress(OSError):           # Windows removes no open file: closing first leaves a moment for others
+        with contextlib.suppress(OSError):           # Windows removes no open file, so there it is closed first
             if sys.platform != "win32":
                 self.path.unlink()
             self.file.close()
@@ -69,15 +71,13 @@ FAR = 1 << 30
 
 
 def new_folder(model, out_dir=None, overwrite=False):
-    """(folder, Lock) for a run that begins: out_dir, or the next free runs/<model>-<n>. What an overwritten run left goes."""
+    """(folder, Lock) of a run that begins: out_dir, or the next free runs/<model>-<n>. An overwritten run goes."""
     if out_dir is None:
         for n in range(1, sys.maxsize):
             folder = Path("runs", f"{model}-{n}")
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(parents=True)
                 return folder, Lock(folder)
-    if not out_dir.isprintable():
-        raise SettingError(f"--out_dir={out_dir!r} has a character that no folder should have: name another folder")
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     lock = Lock(folder)
@@ -91,12 +91,13 @@ def new_folder(model, out_dir=None, overwrite=False):
 
 
 def resumed_folder(folder, model, step, validated):
-    """(folder, Lock) of a run to go on with. Its log is cut at the step of the checkpoint, and at its last validation."""
+    """(folder, Lock) of a run to go on with. Its log is cut at the checkpoint's step, and at its last validation."""
     folder = Path(folder)
     lock = Lock(folder)
     try:
         lines = log_until(folder / "log.jsonl", step, validated)
-        logged = next((record["train_config"]["model"] for record in map(json.loads, lines) if "train_config" in record), model)
+        heads = (record["train_config"] for record in map(json.loads, lines) if "train_config" in record)
+        logged = next(heads, {"model": model})["model"]
         if logged != model:
             raise SettingError(f"{folder / 'last.pt'} is of a {model} model, and log.jsonl of a {logged} model: "
                                f"put the right file back, or remove the wrong one")
@@ -109,7 +110,7 @@ def resumed_folder(folder, model, step, validated):
 
 
 def log_until(path, step, validated=None):
-    """The lines of a log.jsonl up to `step`, those of validations up to step `validated`. Other lines, one cut off by a kill for example, are left out.
+    """The lines of a log.jsonl up to `step`, those of validations up to step `validated`. Damaged lines are left out.
 
     A missing log is empty: the checkpoint holds all that a resumed run needs.
     """

@@ -84,6 +84,7 @@ def report(run, what, why, compiled):
               + (f", {run.world} processes" if run.world > 1 else "") + f"; writing to {run.folder}"
               + (f", from step {run.step}" if run.step else ""))
         write_log(run.folder, step=run.step, settings=run.settings, train_config=asdict(run.config),
-                  model_config=asdict(run.model.config), parameters=parameters, flops_per_token=flops_of(type(run.model), run.model.config),
+                  model_config=asdict(run.model.config), parameters=parameters,
+                  flops_per_token=flops_of(type(run.model), run.model.config),
                   device=device_name(run.device), dtype=str(run.dtype), compiled=compiled, processes=run.world,
                   torch=torch.__version__, python=sys.version.split()[0], commit=git_commit())

@@ -43,8 +43,11 @@ def running(run, save):
 
 @contextlib.contextmanager
 def signals(run):
-    """Within it, a signal sets run.stop; a second Ctrl-C stops at once. Only the main thread may catch signals: in another
-    thread this does nothing. A signal that is ignored, as nohup does with SIGHUP, stays ignored."""
+    """Within it, a signal sets run.stop; a second Ctrl-C stops at once.
+
+    Only the main thread may catch signals: in another thread this does nothing. An ignored signal stays ignored: nohup
+    ignores SIGHUP.
+    """
     def handle(number, frame):
         if run.stop and number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -13,7 +13,7 @@ def stream_text(model, tokenizer, prompt, max_new_tokens, **options):
     idx = torch.tensor([ids], device=next(model.parameters()).device)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in model.stream(idx, max_new_tokens, **options):
-        known = token.item() < tokenizer.n_vocab                         # not so if --vocab_size was larger than the data's
+        known = token.item() < tokenizer.n_vocab                         # --vocab_size may be larger than the data's
         yield decoder.decode(tokenizer.decode_single_token_bytes(token.item()) if known else b"\xff")
     yield decoder.decode(b"", final=True)
 
