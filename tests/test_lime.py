@@ -65,6 +65,9 @@ def loop(model, idx, keys_too=True, recursive=False, norm_first=False):
 def test_rows_are_raw_and_the_norm_comes_after():
     model, idx = make().double(), ids(2, 20)
     assert (model(idx) - loop(model, idx)).abs().max() < 1e-12
+    ours, expected = (torch.autograd.grad(y.square().mean(), list(model.parameters()))
+                      for y in (model(idx), loop(model, idx)))
+    torch.testing.assert_close(ours, expected)                             # no row is detached
     assert (model(idx) - loop(model, idx, recursive=True)).abs().max() > 1e-3
     assert (model(idx) - loop(model, idx, norm_first=True)).abs().max() > 1e-3
     assert (model(idx) - loop(model, idx, keys_too=False)).abs().max() > 1e-3
