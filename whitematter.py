@@ -46,7 +46,7 @@ class WhiteMatter(FeedbackGPT):
         rope, seen, states = self.rope(positions), channels.seen_from(positions), [x]
         keys, values = channels.k.unbind(), channels.v.unbind()              # k tensors (B, Hkv, N, d) each
         for l, block in enumerate(self.blocks):
-            q, j = block.query(x, rope), l % self.n_channels    # what it is now comes by the stream: it has no own key
+            q, j = block.query(x, rope), l % self.n_channels    # q alone: a token's own key needs its top layer's state
             x = block.finish(x, self.attend_past(l, q, keys[j], values[j], seen))
             states.append(x)                                    # h_{l+1}
         states = torch.stack(states[:self.sources], dim=2)      # h_0 .. h_{S-1}, side by side for each token
@@ -58,10 +58,10 @@ class WhiteMatter(FeedbackGPT):
         return rotate(self.k_norm(K), self.rope(positions)), V  # (k, B, Hkv, n, d) each
 
     def project(self, r, states):
-        """One branch, r = keys or values. They share nothing."""
+        """One branch, r = keys or values. They share nothing (unless router=shared)."""
         u = r.pre(states.movedim(0, 2))                         # u_l = g_l rms(h_l)           (B, n, S, D)
-        A = r.router(u)                                         # W xi + b: signed, no softmax (B, n, k, S)
-        m = A @ u                                               # m_j = sum_l A_jl u_l         (B, n, k, D)
+        A = r.router(u)                                         # W xi + b, no softmax: weights may be negative
+        m = A @ u                                               # m_j = sum_l A_jl u_l         (B, n, k, S) -> (.., D)
         z = r.post(m).movedim(2, 0)                             # z_j = c_j rms(m_j)           (k, B, n, D)
         y = z.flatten(1, 2) @ r.weight.transpose(1, 2)          # W_j z_j                      (k, B n, Hkv d)
         return y.view(*z.shape[:3], -1, self.config.head_dim).transpose(2, 3)         # (k, B, Hkv, n, d)
