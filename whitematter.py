@@ -60,8 +60,8 @@ class WhiteMatter(FeedbackGPT):
     def project(self, r, states):
         """One branch, r = keys or values. They share nothing (unless router=shared)."""
         u = r.pre(states.movedim(0, 2))                         # u_l = g_l rms(h_l)           (B, n, S, D)
-        A = r.router(u)                                         # W xi + b, no softmax: weights may be negative
-        m = A @ u                                               # m_j = sum_l A_jl u_l         (B, n, k, S) -> (.., D)
+        A = r.router(u)                                         # W xi + b: signed, no softmax (B, n, k, S)
+        m = A @ u                                               # m_j = sum_l A_jl u_l         (B, n, k, D)
         z = r.post(m).movedim(2, 0)                             # z_j = c_j rms(m_j)           (k, B, n, D)
         y = z.flatten(1, 2) @ r.weight.transpose(1, 2)          # W_j z_j                      (k, B n, Hkv d)
         return y.view(*z.shape[:3], -1, self.config.head_dim).transpose(2, 3)         # (k, B, Hkv, n, d)
