@@ -46,7 +46,7 @@ class WhiteMatter(FeedbackGPT):
         rope, seen, states = self.rope(positions), channels.seen_from(positions), [x]
         keys, values = channels.k.unbind(), channels.v.unbind()              # k tensors (B, Hkv, N, d) each
         for l, block in enumerate(self.blocks):
-            q, j = block.query(x, rope), l % self.n_channels    # what it is now comes by the stream: it has no own key
+            q, j = block.query(x, rope), l % self.n_channels    # q alone: a token's own key needs its top layer's state
             x = block.finish(x, self.attend_past(l, q, keys[j], values[j], seen))
             states.append(x)                                    # h_{l+1}
         states = torch.stack(states[:self.sources], dim=2)      # h_0 .. h_{S-1}, side by side for each token
@@ -58,7 +58,7 @@ class WhiteMatter(FeedbackGPT):
         return rotate(self.k_norm(K), self.rope(positions)), V  # (k, B, Hkv, n, d) each
 
     def project(self, r, states):
-        """One branch, r = keys or values. They share nothing."""
+        """One branch, r = keys or values. They share nothing (unless router=shared)."""
         u = r.pre(states.movedim(0, 2))                         # u_l = g_l rms(h_l)           (B, n, S, D)
         A = r.router(u)                                         # W xi + b: signed, no softmax (B, n, k, S)
         m = A @ u                                               # m_j = sum_l A_jl u_l         (B, n, k, D)

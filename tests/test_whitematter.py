@@ -222,27 +222,6 @@ def test_depth_causal_is_one_pass_layer_by_layer(variant):
     assert (model.norm(x) - run(model, idx, "jacobi", 1, 4)).abs().max() < 1e-10
 
 
-def test_permuting_the_channels_and_their_readers_changes_nothing():
-    """With k = L a permutation of channels is a permutation of the layers' map, here done by hand."""
-    model, idx, order = make(k=4), ids(2, 9), [2, 0, 3, 1]                # new channel j is the old channel order[j]
-    exact = run(model, idx)
-    with torch.no_grad():
-        for r in (model.keys, model.values):
-            r.weight.copy_(r.weight[order].clone())
-            r.post.weight.copy_(r.post.weight[order].clone())
-            r.router.bias.copy_(r.router.bias[order].clone())
-            r.router.weight.copy_(r.router.weight.view(4, 5, -1)[order].flatten(0, 1).clone())
-        model.k_norm.weight.copy_(model.k_norm.weight[order].clone())
-    assert (run(model, idx) - exact).abs().max() > 1e-3
-    stack = type(model).stack
-
-    def mapped(x, positions, channels):
-        back = [order.index(l) for l in range(4)]
-        return stack(model, x, positions, Channels(channels.k[back], channels.v[back]))
-    model.stack = mapped
-    assert (run(model, idx) - exact).abs().max() < 1e-10
-
-
 def test_the_mix_has_a_direction_and_no_size():
     """A times 3 changes nothing, A times -1 turns the sign of values and keys."""
     model = make()
@@ -263,7 +242,7 @@ def test_the_mix_has_a_direction_and_no_size():
 
 
 def test_keys_and_values_are_independent():
-    """with router=shared they are not."""
+    """With router=shared they are not."""
     for router, same in (("dynamic", True), ("static", True), ("shared", False)):
         model = make(router=router)
         states, positions = some_states(model)
