@@ -123,7 +123,7 @@ class StaticRouter(nn.Module):
 
     def __init__(self, config, rows, trained=True):
         super().__init__()
-        hold(self, "bias", prior(config, rows), trained)        # (rows, S)
+        self.bias = nn.Parameter(prior(config, rows), requires_grad=trained)            # (rows, S)
 
     def forward(self, u):
         return self.bias.expand(*u.shape[:2], -1, -1).to(u.dtype)            # (B, n, rows, S)
@@ -135,7 +135,8 @@ class DynamicRouter(StaticRouter):
     def __init__(self, config, rows, trained=True):
         super().__init__(config, rows, trained)
         S, self.read = config.sources, router_inputs(config.sources, config.stride)
-        hold(self, "weight", torch.zeros(rows * S, math.ceil(S / config.stride) * config.n_embd), trained)
+        inputs = math.ceil(S / config.stride) * config.n_embd
+        self.weight = nn.Parameter(torch.zeros(rows * S, inputs), requires_grad=trained)
 
     def forward(self, u):
         xi = u[:, :, self.read].flatten(2)                      # (B, n, ceil(S/2) D)
@@ -148,19 +149,19 @@ class DepthCausalRouter(nn.Module):
 
     def __init__(self, config, first_is_trained=True):
         super().__init__()
-        self.sources, self.stride = config.sources, config.stride
-        self.weight, self.bias = nn.Module(), nn.Module()       # weight.0, weight.1, ..: a row for each channel
+        self.stride = config.stride
+        self.weight, self.bias = nn.ParameterList(), nn.ParameterList()      # a row of weights for each channel
         for j in range(config.k):
             inputs, trained = math.ceil((j + 1) / config.stride) * config.n_embd, j > 0 or first_is_trained
-            hold(self.weight, str(j), torch.zeros(j + 1, inputs), trained)
-            hold(self.bias, str(j), prior(config, config.k)[j, :j + 1], trained)      # the reading layer's own input
+            self.weight.append(nn.Parameter(torch.zeros(j + 1, inputs), requires_grad=trained))
+            self.bias.append(nn.Parameter(prior(config, config.k)[j, :j + 1], requires_grad=trained))      # the reader's input
 
     def forward(self, u):
         rows = []
-        for j in range(self.sources):
+        for j, (weight, bias) in enumerate(zip(self.weight, self.bias)):
             xi = u[:, :, router_inputs(j + 1, self.stride)].flatten(2)
-            row = F.linear(xi, getattr(self.weight, str(j)), getattr(self.bias, str(j)))         # (B, n, j + 1)
-            rows.append(F.pad(row, (0, self.sources - j - 1)))
+            row = F.linear(xi, weight, bias)                    # (B, n, j + 1)
+            rows.append(F.pad(row, (0, len(self.weight) - j - 1)))
         return torch.stack(rows, dim=2)                         # (B, n, k, S)
 
 
@@ -182,7 +183,8 @@ def prior(config, rows):
 
 
 def make_router(config, name):
-    # The norms behind a router remove the size of its rows. Of one source nothing else is left for the keys to learn.
+    # The norms behind a router remove the size of its rows. Of one source nothing else is left for the keys to learn, so
+    # its row is not trained: the gradient would be rounding noise, which AdamW turns into drift.
     size_is_lost = name == "keys" and config.qk_norm
     if config.router == "depth_causal":
         return DepthCausalRouter(config, first_is_trained=not size_is_lost)
@@ -195,11 +197,6 @@ def make_router(config, name):
 def router_inputs(sources, stride):
     """The sources that a router reads: every stride-th, the last one included."""
     return slice((sources - 1) % stride, sources, stride)       # ceil(sources / stride) of them
-
-
-def hold(module, name, value, trained):
-    """A parameter, or a buffer where training would change nothing."""
-    module.register_parameter(name, nn.Parameter(value)) if trained else module.register_buffer(name, value)
 
 
 PRIORS = ("cyclic", "shifted_identity", "identity", "top")

@@ -22,11 +22,14 @@ computed one after another, or by a schedule of cyclic.py: the default is three 
 Paper against release: docs/errata.md.
 """
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 
+if not __package__:                     # run as `python baselines/feedback.py`: what it imports lies one folder up
+    sys.path[0] += "/.."
 import cyclic
 import kernels
 from cyclic import FeedbackGPT, ScheduleConfig

@@ -21,8 +21,11 @@ the block, the warm-up layers, keep their own cache.
 
 This is the model that the WhiteMatter paper compares, with one norm fewer. Paper against release: docs/errata.md.
 """
+import sys
 from dataclasses import dataclass
 
+if not __package__:                     # run as `python baselines/lckv.py`: what it imports lies one folder up
+    sys.path[0] += "/.."
 import cyclic
 import model
 from cyclic import FeedbackGPT, ScheduleConfig

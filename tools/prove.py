@@ -12,30 +12,33 @@ import torch
 
 import configs
 from model import GPT, GPTConfig
+from trainer.console import program
+from trainer.flops import flops_of
 
 SIZE = dict(vocab_size=257, block_size=64, n_layer=6, n_head=4, n_kv_head=2, n_embd=64)      # seconds on a CPU
 
 
 def main(models):
     """The command line of a mechanism's file. `models` {name: (config class, model class)}; --model picks one."""
-    try:
-        settings = configs.read(sys.argv[1:])
-        name = settings.pop("model", next(iter(models)))
-        if name not in models:
-            raise configs.SettingError(f"--model={name}: this file has {' and '.join(models)}")
-        config_class, model_class = models[name]
-        if settings.pop("help", False):
-            print("--diff shows this file's layer loop against the baseline's. Without it, you see what the header claims,\n"
-                  "computed for a small model. These settings change it:\n" + configs.help_text(config_class))
-            return
-        diff = configs.convert("diff", settings.pop("diff", False), bool)
-        config, = configs.build(SIZE | settings, config_class)
-        network = model_class(config)
-        if diff:
-            print("\n".join(loop_diff(network)))
-            return
-    except configs.SettingError as error:
-        sys.exit(f"{next(iter(models))}: {error}")
+    program(next(iter(models)))(show)(models, sys.argv[1:])
+
+
+def show(models, argv):
+    settings = configs.read(argv)
+    name = settings.pop("model", next(iter(models)))
+    if name not in models:
+        raise configs.SettingError(f"--model={name}: this file has {' and '.join(models)}")
+    config_class, model_class = models[name]
+    if settings.pop("help", False):
+        print("--diff shows this file's layer loop against the baseline's. Without it, you see what the header claims,\n"
+              "computed for a small model. These settings change it:\n" + configs.help_text(config_class))
+        return
+    diff = configs.convert("diff", settings.pop("diff", False), bool)
+    config, = configs.build(SIZE | settings, config_class)
+    network = model_class(config)
+    if diff:
+        print("\n".join(loop_diff(network)))
+        return
     print(f"{name}, {' '.join(f'{key}={value}' for key, value in (SIZE | settings).items())}")
     for claim, value in claims(network.eval()):
         print(f"  {claim:<20} {value}")
@@ -64,7 +67,7 @@ def claims(network):
     rows.append(("logits at the start", f"{apart:.2g} away from the baseline's"
                  + (" (equal bit for bit)" if apart == 0 else "")))
     rows.append(("KV cache", f"{cache_bytes(network):,} bytes a token in bf16 (baseline {cache_bytes(plain):,})"))
-    ours, base = (flops_of(m) for m in (network, plain))
+    ours, base = (flops_of(type(m), m.config) for m in (network, plain))
     rows += [(f"FLOPs, {kind}", f"{ours[kind]:,.0f} a token ({ours[kind] / base[kind]:.4f} of the baseline)")
              for kind in ("train", "prefill", "decode")]
 
@@ -90,7 +93,3 @@ def count(network):
 def cache_bytes(network):
     config = network.config
     return 2 * sum(network.cache_slots(config)) * config.n_kv_head * config.head_dim
-
-
-def flops_of(network):
-    return sys.modules[type(network).__module__].flops_per_token(network.config, network.config.block_size)

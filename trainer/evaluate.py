@@ -1,5 +1,4 @@
 """Exact evaluation: every held-out token is a target once, and the number is the same for any batch size."""
-import contextlib
 import math
 
 import torch
@@ -61,14 +60,3 @@ def measure(run, batch_size, windows=None):
 def perplexity(nats):
     """e to the nats per token; infinite where that is beyond the largest float."""
     return math.exp(nats) if nats < 709 else math.inf
-
-
-@contextlib.contextmanager
-def exactly(model):
-    """Within it, a feedback model runs token by token; its trained schedule is put back at the end."""
-    trained = model.config.schedule
-    model.config.schedule = "autoregressive"
-    try:
-        yield
-    finally:
-        model.config.schedule = trained

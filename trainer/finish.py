@@ -2,7 +2,7 @@
 import torch
 
 from trainer.console import printable
-from trainer.evaluate import exactly, measure, perplexity
+from trainer.evaluate import measure, perplexity
 from trainer.processes import leave
 from trainer.stopping import signals
 from trainer.text import say_cut_prompt, stream_text
@@ -17,7 +17,7 @@ def finish(run):
         losses = []
         if hasattr(run.model.config, "schedule"):    # before all processes but one leave: `measure` is a work of all
             losses.append(measure(run, 1, EXACT_WINDOWS))
-            with exactly(run.model):
+            with run.model.exactly():
                 losses.append(losses[0] and measure(run, 1, EXACT_WINDOWS))
         if run.rank == 0:
             print(f"\nvalidation, every held-out token once: {run.val_loss:.4f} nats per token, "
