@@ -293,6 +293,7 @@ def save(run, name):
         return
     state = dict(settings=run.settings, model_config=asdict(run.model.config), model=run.model.state_dict(),
                  optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(), tokenizer=run.tokenizer.name,
+                 precision=(run.device.type, str(run.dtype).removeprefix("torch.")),
                  **{key: getattr(run, key) for key in ("step", "best", "val_loss", "skipped", "validated")})
     try:
         checkpoint.save(run.folder / name, state)
@@ -329,7 +330,7 @@ def prepare(settings, resumed=None):
         near = " or ".join(str(n) for n in (steps // world * world, -(-steps // world) * world) if n)
         raise SettingError(f"--gradient_accumulation_steps={steps} cannot be shared out among {world} processes: "
                            f"give {near}")
-    device, dtype, why = device_and_dtype(config, model_config)
+    device, dtype, why = device_and_dtype(config, model_config, resumed and resumed.get("precision"))
     if world > 1:
         device = join(device)
 

@@ -132,5 +132,12 @@ def test_bfloat16_must_win_by_a_fifth_on_a_cpu(monkeypatch, half, chosen):
     assert choose(128)[1] == torch.float32
 
 
+def test_a_resumed_run_keeps_its_precision_on_the_same_kind_of_device(monkeypatch):
+    monkeypatch.setattr(device, "cpu_speeds", lambda width, d_ff: (100e9, 500e9))
+    settings, model = SimpleNamespace(device="cpu", dtype="auto"), SimpleNamespace(n_embd=512, d_ff=1536)
+    assert device.device_and_dtype(settings, model, ("cpu", "float32"))[1] == torch.float32
+    assert device.device_and_dtype(settings, model, ("cuda", "float16"))[1] == torch.bfloat16
+
+
 def test_both_precisions_are_timed():
     assert all(1e6 < speed < 1e15 for speed in device.cpu_speeds(64, 64))

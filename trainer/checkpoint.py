@@ -62,7 +62,7 @@ def load(path):
     state.setdefault("validated", state["step"])     # older files were saved after their validation
     for name, good in (("settings", named), ("model_config", named), ("model", tensors), ("step", count),
                        ("skipped", count), ("best", number), ("val_loss", lambda v: v is None or number(v)),
-                       ("validated", count),
+                       ("validated", count), ("precision", precision),
                        ("tokenizer", lambda v: v is None or isinstance(v, str))):
         if not good(state.get(name)):
             raise damaged(path, f"its {name} cannot be used")
@@ -148,6 +148,11 @@ def number(value):
 
 def count(value):
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def precision(value):
+    dtypes = ("float32", "bfloat16", "float16")
+    return value is None or isinstance(value, tuple) and len(value) == 2 and value[1] in dtypes
 
 
 def first_bad(values):

@@ -46,8 +46,10 @@ def usable_device(name):
     return device
 
 
-def device_and_dtype(config, model_config):
+def device_and_dtype(config, model_config, before=None):
     """(torch.device, torch.dtype of the matrix products, the reason in words).
+
+    `before` is (type of the device, name of the dtype) of the run that is resumed: a new timing must not change it.
 
     `config` has `device` and `dtype`, `model_config` has `n_embd` and `d_ff`. Errors are those of usable_device.
     With dtype=auto on a CPU the two precisions are timed, once for each shape in a process.
@@ -55,6 +57,8 @@ def device_and_dtype(config, model_config):
     device = usable_device(config.device)
     if config.dtype != "auto":
         return device, getattr(torch, config.dtype), f"{config.dtype} as requested"
+    if before and before[0] == device.type:
+        return device, getattr(torch, before[1]), f"{before[1]} as before"
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return device, torch.bfloat16, "bfloat16 autocast"
