@@ -10,10 +10,10 @@ In each pass a token reads what earlier tokens published last, and enough passes
 
     paper                here
     X, the embeddings    x                 (B, T, D)
-    H, the states        states            (S, B, n, D)   of n of the tokens at S depths
+    H, the states        states            (S, B, n, D)   of any n tokens, at S depths
     KV                   channels          k and v (channels, B, Hkv, N, d): what N tokens publish, in token order
     G_c, group c         group             a slice of 0 .. T-1: tokens that are computed together
-    n + b passes         passes - grad_passes, grad_passes
+    b gradient passes    grad_passes       the last ones of `passes`
 
     schedule             groups of 6 tokens, g = 3   sequential steps   tokens a step   exact after p passes
     autoregressive       {0} {1} {2} {3} {4} {5}     T                  1               all
@@ -58,14 +58,14 @@ def one_pass(model, x, positions, groups, channels):
 
 def iterate(model, x, positions, past, groups, passes, grad_passes):
     """Some passes, the last `grad_passes` of them with gradients, which flow from pass to pass through the channels."""
-    states = x.expand(model.sources, *x.shape)                             # before pass 1: the embedding at every depth
+    states = x.expand(model.n_sources, *x.shape)                           # before pass 1: the embedding everywhere
     channels = past.join(publish(model, states, positions))
     with without_gradients():                                              # first come close,
         for _ in range(passes - grad_passes):
             outputs, states, channels = one_pass(model, x, positions, groups, channels)
-    if passes > grad_passes and torch.is_grad_enabled():                   # then publish again: without this line, one
-        states = in_order(states, groups)                                  # Jacobi pass gives W^K and W^V no gradient
-        channels = past.join(publish(model, states, positions))
+    if passes > grad_passes and torch.is_grad_enabled():
+        # Then publish again, with gradients. Else one Jacobi pass would give W^K and W^V no gradient.
+        channels = past.join(publish(model, in_order(states, groups), positions))
     for _ in range(grad_passes):
         outputs, _, channels = one_pass(model, x, positions, groups, channels)
     return in_order(outputs, groups), channels
@@ -96,7 +96,7 @@ def run_schedule(model, x, cache=None):
     """
     config, T = model.config, x.size(1)
     past = Channels(*model.boundary(x.size(0))) if cache is None else read_cache(model, cache)
-    positions = past.k.size(3) + torch.arange(T)                           # on the CPU: no mask waits for the device
+    positions = past.k.size(3) + torch.arange(T)                           # on the CPU: a mask never waits for the GPU
     if config.schedule == "autoregressive" or T == 1:
         output, channels = autoregressive(model, x, positions, past)
     else:
@@ -201,7 +201,7 @@ class FeedbackGPT(GPT):
     pool(states, positions) -> k, v (n_channels, B, Hkv, n, d): what these tokens publish.
     """
     LOOP = ("stack", "pool")                                               # what --diff shows
-    n_channels, sources, has_dummy = 1, 1, False                           # sources: S
+    n_channels, n_sources, has_dummy = 1, 1, False                         # n_sources: S
 
     def attend_past(self, n, q, k, v, seen):
         self.record(n, q=q, k=k, v=v)

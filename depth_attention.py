@@ -11,7 +11,7 @@ those layers. The mixed value takes the place of v: in attention, in the cache, 
     q_n, k_n after RoPE                      q, k                     (B, H, T, d), (B, Hkv, T, d)
     v_n                                      v before the mix         (B, Hkv, T, d)
     S(n), the source layers of layer n       sources(n, stride, recent)
-    qbar_n, mean query of a KV head          q in depth_mix           (B, Hkv, T, d)
+    qbar_n, mean query of a KV head          qbar                     (B, Hkv, T, d)
     a_{n,j}, softmax of <qbar_n, k_j>        a                        (m, B, Hkv, T), m candidates: S(n), and n itself
     vt_n = sum_j a_{n,j} vt_j                v after the mix          (B, Hkv, T, d); at j = n the layer's own v_n
 
@@ -29,27 +29,29 @@ from model import GPT, GPTConfig
 
 def sources(n, stride, recent):
     """S(n): of the layers below n, every stride-th from 0 on (stride 0: none), and the last `recent` ones."""
-    return [j for j in range(n) if stride and j % stride == 0 or j >= n - recent]
+    return [j for j in range(n) if (stride and j % stride == 0) or j >= n - recent]
 
 
 def depth_mix(q, candidates):
     """q (B, H, T, d), candidates [(k_j, vt_j)], (B, Hkv, T, d) each -> vt (B, Hkv, T, d), a (m, B, Hkv, T)."""
-    q = q.unflatten(1, (candidates[0][0].size(1), -1)).mean(dim=2)           # qbar: one depth query for each KV head
-    e = [(q * k_j).sum(dim=-1) / q.size(-1) ** 0.5 for k_j, _ in candidates]     # one position: rotations cancel here
+    qbar = q.unflatten(1, (candidates[0][0].size(1), -1)).mean(dim=2)        # one depth query for each KV head
+    e = [(qbar * k_j).sum(dim=-1) / q.size(-1) ** 0.5 for k_j, _ in candidates]      # one token: its rotations cancel
     a = torch.stack(e).softmax(dim=0)                           # over layers
     mixed = 0
     for a_j, (_, vt_j) in zip(a, candidates):
         mixed = mixed + a_j[..., None] * vt_j                   # vt_j, not v_j: as the cache holds it
-    return mixed.type_as(vt_j), a
+    return mixed, a
 
 
 class DepthAttention(GPT):
+    """vt_n = sum_j a_{n,j} vt_j over the sources of layer n and n itself, in the place of v_n."""
+
     def layers(self, x, rope, cache=None):
         depth = []                                              # (k_j, vt_j) of these tokens, for every layer so far
         for n, block in enumerate(self.blocks):
             q, k, v = block.qkv(x, rope)
             candidates = [depth[j] for j in self.sources(n)] + [(k, v)]
-            v = self.mix(n, q, candidates)                      # vt_n: final, since it depends on this token alone
+            v = self.mix(n, q, candidates)                      # vt_n: never made again, it depends on this token alone
             depth.append((k, v))
             x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
@@ -62,9 +64,9 @@ class DepthAttention(GPT):
     def mix(self, n, q, candidates):
         v, a = self.depth_mix(q, candidates)
         self.record(n, weights=a.permute(1, 3, 2, 0)[:, :, None])            # (B, T, 1, Hkv, m)
-        return v
+        return v.type_as(candidates[-1][1])
 
-    def depth_mix(self, q, candidates):
+    def depth_mix(self, q, candidates):                         # a method, so that compile_pieces can replace it
         return depth_mix(q, candidates)
 
     def compile_pieces(self):
@@ -73,7 +75,7 @@ class DepthAttention(GPT):
 
     @staticmethod
     def cache_slots(config):
-        """(key slots, value slots): one for each step."""
+        """(key slots, value slots): one for each layer; looped, for each layer and round."""
         return len(config.steps), len(config.steps)
 
 
@@ -91,16 +93,16 @@ class DepthAttentionConfig(GPTConfig):
 
     @property
     def steps(self):
-        """[(layer, its number among the possible sources)], in the order of the run."""
+        """[(layer, the n of its S(n))] in the order of the run: here both are n; looped, (layer, round)."""
         return [(n, n) for n in range(self.n_layer)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Looped: a prelude, a stretch of layers that run several times with the same weights, a coda
 #
-# A layer's sources are the same layer in earlier rounds, whose keys live in one space. If a round is a fixed point, all
-# its values are equal and mixing is the identity. The paper reports gains for looped models, but not how they choose
-# their sources: this choice is ours.
+# A layer's sources are the same layer in earlier rounds, whose keys live in one space. At a fixed point of the loop all
+# rounds have equal keys and values, and mixing changes nothing. The paper reports gains for looped models, but not how
+# they choose their sources: this choice is ours.
 
 
 class LoopedDepthAttention(DepthAttention):
@@ -132,7 +134,7 @@ class LoopedConfig(DepthAttentionConfig):
         for name, least in (("prelude", 0), ("coda", 0), ("rounds", 1)):
             self.require(name, getattr(self, name) >= least, f"give a whole number of at least {least}")
         self.require("prelude", self.prelude + self.coda < self.n_layer,
-                     f"with coda={self.coda} it leaves no layer of n_layer={self.n_layer} to the loop: shorten one of them")
+                     f"with coda={self.coda} it leaves no layer of n_layer={self.n_layer} to the loop: shorten one")
 
     @property
     def steps(self):
@@ -147,7 +149,7 @@ def flops_per_token(config, T):
     mixed values, 2 Hkv d for each candidate, and the mean query."""
     flops = model.flops_per_token(replace(config, n_layer=len(config.steps)), T)
     candidates = [1 + len(sources(number, config.stride, config.recent)) for _, number in config.steps]
-    return model.plus(flops, sum(4 * m * config.n_kv_head * config.head_dim + config.n_head * config.head_dim
+    return model.add_forward_flops(flops, sum(4 * m * config.n_kv_head * config.head_dim + config.n_head * config.head_dim
                                  for m in candidates if m > 1))
 
 

@@ -103,7 +103,7 @@ class LossInParts(torch.autograd.Function):
 
 
 def cross_entropy(h, weight, targets, vocab_size):
-    """model.cross_entropy without the full logits. h (B, T, D), weight (padded vocabulary, D), targets (B, T), -1
+    """GPT.loss without the full logits. h (B, T, D), weight (padded vocabulary, D), targets (B, T), -1
     ignored -> mean loss in nats."""
     return LossInParts.apply(h.flatten(0, 1), weight, targets.flatten(), vocab_size, torch.is_grad_enabled())
 

@@ -4,12 +4,12 @@ The plain pre-norm decoder: the baseline that every mechanism in this project is
 Layers talk through one sum, the residual stream x. Each block reads what all blocks below it have added, and adds its
 own. A mechanism's file subclasses GPT and rewrites one method, `layers`, so that a layer reads other layers directly.
 
-    name      what                          shape            B sequences, T new tokens, S tokens in view, D = n_embd
+    name      what                          shape            B sequences, T tokens, D = n_embd
     x         residual stream               (B, T, D)
     q         queries                       (B, H, T, d)     H = n_head heads, each d = head_dim wide
-    k, v      keys, values                  (B, Hkv, S, d)   Hkv = n_kv_head; H / Hkv query heads share one of them
+    k, v      keys, values                  (B, Hkv, T, d)   Hkv = n_kv_head; H / Hkv query heads share one of them
     rope      cosines, sines                (T, d) each
-    n, l      a layer, counted from 0                        the papers' layer n is code layer n-1; X_0 is the embedding
+    n, l      a layer, counted from 0                        a paper's layer n, counted from 1, is code layer n-1
 
 The parts: RMSNorm (Zhang and Sennrich, 2019), rotary embedding (Su et al., 2021), grouped-query attention (Ainslie et
 al., 2023), a norm on each query and key head (Henry et al., 2020), SwiGLU (Shazeer, 2020). No biases.
@@ -37,7 +37,7 @@ def causal_attention(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     elif T == 1:                                                # one new token: it sees everything
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    else:                                                       # a chunk behind a cache: is_causal would start top left
+    else:                                                       # a chunk behind a cache: is_causal starts top left
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(T, S, q.device), enable_gqa=True)
 
 
@@ -166,7 +166,7 @@ class GPT(nn.Module):
         return x
 
     def attend(self, n, q, k, v, cache=None):
-        """Causal attention in layer n. With a cache, k and v join slot n, and the queries see all that it then holds."""
+        """Causal attention in layer n. With a cache, k and v join slot n, and the queries see all that it holds."""
         self.record(n, q=q, k=k, v=v)
         if cache is not None:
             k, v = cache.append(n, k, v)                        # (B, Hkv, S, d), the T new ones at the end
@@ -182,7 +182,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(self.make_block(config, n) for n in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         if not config.tie_embeddings:
-            self.unembed = nn.Embedding(config.padded_vocab_size, config.n_embd)
+            self.unembed = nn.Embedding(config.padded_vocab_size, config.n_embd)      # drawn as the tied one
         self.trace = None                                       # set to {}: the next eager forward fills it
         self.draw_matrices()
 
@@ -191,7 +191,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def draw_matrices(self):
-        """Draw every Linear and Embedding from N(0, init_std^2), and touch nothing else: a mechanism's zeros stay.
+        """Draw every Linear and Embedding from N(0, init_std^2), by its own init_std where it has one. The zeros and
+        one-hots that a mechanism sets elsewhere stay.
 
         A mechanism that adds a Linear calls this once more, at the end of its own __init__. Each draw depends on the
         seed and the name alone, so calling it again changes nothing, and two models start with equal shared weights.
@@ -202,7 +203,7 @@ class GPT(nn.Module):
                 module.weight.copy_(normal(self.config, f"{name}.weight", *module.weight.shape, std=std))
 
     def rope(self, positions):
-        dtype = torch.promote_types(self.embed.weight.dtype, torch.float32)      # half precision is too coarse for angles
+        dtype = torch.promote_types(self.embed.weight.dtype, torch.float32)      # half precision is too coarse here
         return rotary(positions, self.config, dtype)
 
     def hidden(self, idx, cache=None, last=False):
@@ -221,7 +222,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def last_row(self, x, rope, cache=None):
-        """The last row of `layers`. A model whose upper layers can do without the other tokens stops early for those."""
+        """The last row of `layers`. A model whose upper layers need no other tokens runs those for the last one alone."""
         return self.layers(x, rope, cache)[:, -1:]
 
     def head(self, h):
@@ -255,7 +256,7 @@ class GPT(nn.Module):
         return [dict(params=decay, decay=True, lr_scale=1.0), dict(params=rest, decay=False, lr_scale=1.0)]
 
     def compile_pieces(self):
-        """Compile what stands between the lines of `layers`, never the loop itself: one graph serves all equal layers.
+        """Compile the methods that `layers` calls, never the loop itself: one graph serves all equal layers.
         kernels.restore undoes it."""
         kernels.compile_methods(self.blocks, "qkv", "query", "kv", "finish")
         self.loss = kernels.cross_entropy
@@ -339,7 +340,8 @@ class GPT(nn.Module):
 
         for block in self.blocks:
             norms = [norm for name, norm in block.named_children() if name.startswith("norm1")]
-            hooks += [norm.register_forward_pre_hook(lambda norm, args: inputs.update({norm: args[0]})) for norm in norms]
+            for norm in norms:
+                hooks.append(norm.register_forward_pre_hook(lambda norm, args: inputs.update({norm: args[0]})))
             block.finish = functools.partial(finish, block.finish, norms)
         try:
             yield
@@ -415,7 +417,8 @@ class GPTConfig:
             self.require("n_embd", self.n_embd % self.n_head == 0,
                          f"it is not a multiple of n_head={self.n_head}: change one of them, or give head_dim")
             self.head_dim = self.n_embd // self.n_head
-        self.require("head_dim", self.head_dim >= 2 and self.head_dim % 2 == 0, "the rotation turns pairs: give an even number")
+        even = self.head_dim >= 2 and self.head_dim % 2 == 0
+        self.require("head_dim", even, "the rotation turns pairs: give an even number")
         if self.d_ff is None:
             self.d_ff = max(64, round(self.n_embd * 8 / 3 / 64) * 64)
         self.require("d_ff", self.d_ff >= 1, "give a whole number of at least 1")
@@ -453,6 +456,7 @@ def flops_per_token(config, T):
                 decode=L * (matrices + pair * (T + 1)), head=2 * D * config.padded_vocab_size)
 
 
-def plus(flops, extra):
-    """`flops` with a mechanism's own `extra` FLOPs per token of a forward: once in a forward, three times in training."""
-    return flops | dict(train=flops["train"] + 3 * extra, prefill=flops["prefill"] + extra, decode=flops["decode"] + extra)
+def add_forward_flops(flops, extra):
+    """`flops` plus `extra` FLOPs per token of a forward pass; training has three times as many."""
+    return flops | dict(train=flops["train"] + 3 * extra, prefill=flops["prefill"] + extra,
+                        decode=flops["decode"] + extra)

@@ -2,7 +2,7 @@
 MUDD and DenseFormer: every layer reads its own mixture of all earlier layers' outputs.
 
 In a plain decoder a layer reads X_i, the output of the layer before it. Here it reads a weighted sum of the embedding
-X_0 and all outputs X_1 .. X_i. Unlike attention, the weights are signed, and there is no softmax and no key. Four steps:
+X_0 and all outputs X_1 .. X_i. Unlike attention: signed weights, no softmax, no keys. There are four steps:
 
     1  static          a table of weights                                dynamic=no   multiway=no    DenseFormer
     2  dynamic         weights from the token's own newest state         dynamic=yes  multiway=no
@@ -19,7 +19,7 @@ X_0 and all outputs X_1 .. X_i. Unlike attention, the weights are signed, and th
     W1, W2, a_i (DenseFormer's alpha)      w1, w2, a           (K, D), (C S, K), (C, S); K = C S
 
 Cost, summed over layers: D K + K C S + C S parameters, 2 D K + 2 K C S + 2 C S D FLOPs per token; and 2 D parameters
-for two more norms. No cache: a token reads only its own states. Paper against releases: docs/errata.md.
+in each block for two more norms. No cache: a token reads only its own states. Paper against releases: docs/errata.md.
 """
 from dataclasses import dataclass, replace
 
@@ -52,7 +52,7 @@ class DynamicWeights(StaticWeights):
         super().__init__(config, n)
         (C, S, K), D = sizes(config, n), config.n_embd
         self.w1, self.eps = nn.Linear(D, K, bias=False), config.norm_eps
-        self.w1.init_std = D ** -0.5
+        self.w1.init_std = D ** -0.5                            # draw_matrices reads it: W1 ~ N(0, 1/D)
         self.w2 = nn.Parameter(torch.zeros(C * S, K))           # zero: A = a at the start. W2 learns first, then W1
 
     def forward(self, x):
@@ -71,19 +71,20 @@ class MUDD(GPT):
         xq = xk = xv = xr = x
         for n, block in enumerate(self.blocks):
             q, k, v = block.qkv(xq, xk, xv, rope)               # each reads its own mixture
-            x = block.finish(xr, self.attend(n, q, k, v, cache))             # xr is the residual; x would come twice
+            x = block.finish(xr, self.attend(n, q, k, v, cache))             # the skip adds xr; x would count X_i twice
             X.append(x)                                         # raw outputs: mixtures of mixtures would compound
             A = self.weights(n, x)                              # (B, T, C, S)
-            xq, xk, xv, xr = self.read(n, self.mix(n, A, X), x)
+            mixtures = self.mix(n, A, X)                        # one (B, T, D) for each way
+            xq, xk, xv, xr = self.read(n, mixtures, x)          # a way that has none reads x
         return xr                                               # the head reads the last residual way
 
     def mix(self, n, A, X):
-        """Xbar^c = sum_j A[c, j] X_j, one mixture (B, T, D) for each way c."""
+        """Xbar^c = sum_j A[c, j] X_j over the sources j: one mixture (B, T, D) for each way c."""
         mixtures = []
         for c in range(A.size(2)):
             mixture = 0
-            for s, j in enumerate(self.sources[n]):             # all of 0 .. i, unless dilated
-                mixture = mixture + A[:, :, c, s, None] * X[j]  # (B, T, 1) * (B, T, D)
+            for slot, j in enumerate(self.sources[n]):          # j = 0 .. n+1, unless dilated
+                mixture = mixture + A[:, :, c, slot, None] * X[j]            # (B, T, 1) * (B, T, D)
             mixtures.append(mixture)
         return mixtures
 
@@ -95,7 +96,7 @@ class MUDD(GPT):
         self.sources = [sources(config, n) for n in range(L)]
         self.generators = nn.ModuleList(Weights(config, n) if mixed_ways(config, n) else NoWeights() for n in range(L))
         self.draw_matrices()
-        if not config.identity_start:                           # not a transformer: the paper calls the start critical
+        if not config.identity_start:                           # random: no plain transformer at the start any more
             for n, generator in enumerate(self.generators):
                 for name, std in (("a", 1.0), ("w2", config.init_std)):
                     if hasattr(generator, name):
@@ -103,9 +104,10 @@ class MUDD(GPT):
                         setattr(generator, name, normal(config, f"generators.{n}.{name}", *shape, std=std))
 
     def make_block(self, config, n):
-        config = replace(config, d_ff=reallocated(config, n), reallocate_ffn=False)
-        mixed = set("qkv") - set(config.drop_ways)
-        return (ThreeNormBlock if mixed and (config.multiway or len(mixed) < 3) else OneNormBlock)(config, n)
+        ways = set("qkv") - set(config.drop_ways)
+        alike = not ways or len(ways) == 3 and not config.multiway           # q, k and v read the same tensor
+        config = replace(config, d_ff=reallocated(config, n), reallocate_ffn=False)           # step 4
+        return OneNormBlock(config, n) if alike else ThreeNormBlock(config, n)
 
     def history(self, x):
         return [x]
@@ -119,9 +121,8 @@ class MUDD(GPT):
 
     def read(self, n, mixtures, x):
         """What q, k, v and the residual read next: their mixture, or the newest output x where a way has none."""
-        ways = mixed_ways(self.config, n)
-        mixtures = mixtures if self.config.multiway else mixtures * len(ways)         # one mixture feeds them all
-        mixture_of = dict(zip(ways, mixtures))
+        ways, multiway = mixed_ways(self.config, n), self.config.multiway
+        mixture_of = {way: mixtures[c if multiway else 0] for c, way in enumerate(ways)}         # one feeds them all
         return [mixture_of.get(way, x) for way in "qkvr"]
 
     def compile_pieces(self):
@@ -134,7 +135,7 @@ class MUDD(GPT):
 
 
 class NoWeights(nn.Module):
-    """No way reads a mixture here: A has no ways."""
+    """Stands where nothing is mixed (period, drop_ways, one source alone): A is empty."""
 
     def forward(self, x):
         return x.new_zeros(1, 1, 0, 0)
@@ -217,7 +218,7 @@ def flops_per_token(config, T):
         C, S, K = sizes(config, n)
         extra += 6 * D * (reallocated(config, n) - config.d_ff) + 2 * C * S * D
         extra += 2 * D * K + 2 * K * C * S if config.dynamic else 0
-    return model.plus(model.flops_per_token(config, T), extra)
+    return model.add_forward_flops(model.flops_per_token(config, T), extra)
 
 
 if __name__ == "__main__":

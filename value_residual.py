@@ -1,11 +1,11 @@
 """
 Value residual: every layer's attention moves a mixture of its own values and the first layer's.
 
-A deep layer makes its values from a stream in which the layers below have overwritten much of what the token was.
+A deep layer makes its values from a stream to which all layers below have added, so the token itself is hard to read.
 ResFormer mixes the first layer's values V_1 into the values of every later layer, before attention moves them. Within
 a layer, where attention looks stays the same; what it finds there changes. In SVFormer all layers move V_1 itself.
 
-    Zhou et al., Value Residual Learning, arXiv 2410.17897. convex: the modded-nanogpt record of 2024-11-06.
+    Zhou et al., Value Residual Learning, arXiv 2410.17897. The variant convex is modded-nanogpt's, of 2024-11-06.
 
     paper                            here
     H_{n-1}, the input of layer n    x                  (B, T, D)      paper layer n is code layer n-1
@@ -35,9 +35,9 @@ class ValueResidual(GPT):
         lam1, lam2 = self.mix_weights()                         # (L,) each
         for n, block in enumerate(self.blocks):
             q, k, v = block.qkv(x, rope)
-            if n == self.config.source:
+            if n == self.source:
                 v1 = v                                          # not detached: W_1^V learns from every layer
-            elif n > self.config.source:
+            elif n > self.source:
                 v = lam1[n] * v1 + lam2[n] * v                  # V'_n: what attention moves, and what the cache stores
             x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
@@ -55,7 +55,7 @@ class ValueResidual(GPT):
 
     def __init__(self, config):
         super().__init__(config)
-        L, one = config.n_layer, torch.ones(config.n_layer)
+        L, one, self.source = config.n_layer, torch.ones(config.n_layer), config.source
         target = torch.tensor([not config.targets or n in config.targets for n in range(L)])
         start = {
             "identity": dict(lam1=one / 2, lam2=one / 2),       # fixed
@@ -69,7 +69,10 @@ class ValueResidual(GPT):
         }[config.variant]
         trained = config.variant in TRAINED and config.source < L - 1        # with no layer above, nothing would learn
         for name, value in start.items():
-            self.register_parameter(name, nn.Parameter(value)) if trained else self.register_buffer(name, value)
+            if trained:
+                self.register_parameter(name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value)
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
 
@@ -120,11 +123,11 @@ class ValueResidualConfig(GPTConfig):
 
 
 def flops_per_token(config, T):
-    """As model.flops_per_token, plus the mix: three FLOPs for each value above the source. SVFormer has no mix there,
-    and no value projection."""
+    """As model.flops_per_token, plus the mix: three FLOPs for each value above the source. SVFormer's mix only
+    copies V_1 and counts none; it has no value projection there."""
     width = config.n_kv_head * config.head_dim
     per_layer = -2 * config.n_embd * width if config.variant == "svformer" else 3 * width
-    return model.plus(model.flops_per_token(config, T), (config.n_layer - 1 - config.source) * per_layer)
+    return model.add_forward_flops(model.flops_per_token(config, T), (config.n_layer - 1 - config.source) * per_layer)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ token reads channel l mod k: attention is strictly causal, and the model is recu
     FLOPs, D=512, L=16, T=2048         decode 0.99, prefill 3.00, training 2.30 (k=8)      1
                                        decode 1.03, prefill 3.20, training 2.47 (k=16)     1
 
-These FLOPs are flops_per_token's, without the head. It neither starts as the plain model nor contains it: no setting
-gives a token its own key. Paper against release: docs/errata.md.
+The FLOPs leave out the head. WhiteMatter neither starts as the plain model nor contains it: a token never reads its own
+key. Paper against release: docs/errata.md.
 """
 import math
 from dataclasses import dataclass
@@ -43,13 +43,15 @@ class WhiteMatter(FeedbackGPT):
 
     def stack(self, x, positions, channels):
         """Any n tokens x (B, n, D) through all layers. Layer l reads channel l mod k of earlier tokens."""
-        rope, seen, states = self.rope(positions), channels.seen_from(positions), [x]
+        rope, seen = self.rope(positions), channels.seen_from(positions)
         keys, values = channels.k.unbind(), channels.v.unbind()              # k tensors (B, Hkv, N, d) each
+        states = [x]                                            # h_0
         for l, block in enumerate(self.blocks):
-            q, j = block.query(x, rope), l % self.n_channels    # q alone: a token's own key needs its top layer's state
+            q = block.query(x, rope)                            # q alone: its own k and v need the token's top layer
+            j = l % self.n_channels                             # layer l reads channel l mod k
             x = block.finish(x, self.attend_past(l, q, keys[j], values[j], seen))
             states.append(x)                                    # h_{l+1}
-        states = torch.stack(states[:self.sources], dim=2)      # h_0 .. h_{S-1}, side by side for each token
+        states = torch.stack(states[:self.n_sources], dim=2)    # h_0 .. h_{S-1}; laid out as `project` reads them
         return x, states.movedim(2, 0)                          # (B, n, D), (S, B, n, D)
 
     def pool(self, states, positions):
@@ -68,16 +70,19 @@ class WhiteMatter(FeedbackGPT):
 
     def __init__(self, config):
         super().__init__(config)
-        self.n_channels, self.sources, self.has_dummy = config.k, config.sources, config.variant == "paper"
+        self.n_channels, self.n_sources, self.has_dummy = config.k, config.sources, config.variant == "paper"
         self.keys, self.values = Branch(config, "keys"), Branch(config, "values")
         if config.router == "shared":
             self.values.pre, self.values.router = self.keys.pre, self.keys.router
-        a_gain_a_channel = (config.k, 1, 1, 1, config.head_dim)
-        self.k_norm = RMSNorm(a_gain_a_channel, config.norm_eps) if config.qk_norm else nn.Identity()
-        if self.has_dummy:                                      # not 0, as in the paper: the norms' gradient at 0 is
-            self.dummy = normal(config, "dummy", config.n_embd) # about 1/sqrt(eps) each, and would drown all others
+        gains = (config.k, 1, 1, 1, config.head_dim)
+        self.k_norm = RMSNorm(gains, config.norm_eps) if config.qk_norm else nn.Identity()
+        if self.has_dummy:
+            # The paper starts it at 0, where each norm has a gradient of about 1/sqrt(eps), which drowns all others.
+            self.dummy = normal(config, "dummy", config.n_embd)
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
+
+    LOOP = ("stack", "pool", "project")                         # what --diff shows
 
     def make_block(self, config, n):
         return QueryBlock(config, n)
@@ -86,7 +91,7 @@ class WhiteMatter(FeedbackGPT):
         """The channels before the first token: none, or the dummy's. Its state is the same vector at every depth."""
         if not self.has_dummy:
             return super().boundary(batch_size)
-        states = self.dummy.expand(self.sources, batch_size, 1, -1)
+        states = self.dummy.expand(self.n_sources, batch_size, 1, -1)
         return cyclic.publish(self, states, torch.arange(1))
 
     def param_groups(self):
@@ -154,7 +159,8 @@ class DepthCausalRouter(nn.Module):
         for j in range(config.k):
             inputs, trained = math.ceil((j + 1) / config.stride) * config.n_embd, j > 0 or first_is_trained
             self.weight.append(nn.Parameter(torch.zeros(j + 1, inputs), requires_grad=trained))
-            self.bias.append(nn.Parameter(prior(config, config.k)[j, :j + 1], requires_grad=trained))      # the reader's input
+            start = prior(config, config.k)[j, :j + 1]          # the input of the layer that reads channel j
+            self.bias.append(nn.Parameter(start, requires_grad=trained))
 
     def forward(self, u):
         rows = []
@@ -183,8 +189,8 @@ def prior(config, rows):
 
 
 def make_router(config, name):
-    # The norms behind a router remove the size of its rows. Of one source nothing else is left for the keys to learn, so
-    # its row is not trained: the gradient would be rounding noise, which AdamW turns into drift.
+    # With one source a row of the keys' router is one number, and QK-norm removes its size. Its gradient is rounding
+    # noise, which AdamW turns into drift: that row is not trained.
     size_is_lost = name == "keys" and config.qk_norm
     if config.router == "depth_causal":
         return DepthCausalRouter(config, first_is_trained=not size_is_lost)
@@ -244,7 +250,7 @@ def flops_per_token(config, T):
     W = sum(t.numel() for name, t in make_router(config, "values").named_parameters() if name.startswith("weight"))
     pool = 4 * (W + rows * S * D + config.k * kv * D)           # two branches: router, mix, projections
     flops = cyclic.flops(config, T, L, body, pool, top_is_read=S > L, seen=(T - 1) / 2 + dummy, seen_last=T + dummy)
-    return model.plus(flops, dummy * pool / T) | dict(decode=flops["decode"])         # decoding finds the dummy cached
+    return model.add_forward_flops(flops, dummy * pool / T) | dict(decode=flops["decode"])         # decoding finds the dummy cached
 
 
 if __name__ == "__main__":

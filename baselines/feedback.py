@@ -55,8 +55,9 @@ class Feedback(FeedbackGPT):
         return k[None], v[None]                                 # (1, B, Hkv, n, d): one channel
 
     def memory(self, states, rope):
-        m = torch.einsum("l, lbnd -> bnd", self.w.softmax(dim=0), states)             # m_t: with all of w on x_t^0,
-        k, v = self.heads(self.wk(m)), self.heads(self.wv(m))                         # nothing would be fed back
+        # m_t. With all of w on x_t^0, nothing would be fed back.
+        m = torch.einsum("l, lbnd -> bnd", self.w.softmax(dim=0), states)
+        k, v = self.heads(self.wk(m)), self.heads(self.wv(m))
         return rotate(self.k_norm(k).transpose(1, 2), rope), v.transpose(1, 2)
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
@@ -64,8 +65,8 @@ class Feedback(FeedbackGPT):
     def __init__(self, config):
         super().__init__(config)
         D, kv = config.n_embd, config.n_kv_head * config.head_dim
-        self.sources, self.window = config.n_layer + 1, config.window or math.inf
-        self.w = nn.Parameter(torch.zeros(self.sources))        # all depths alike
+        self.n_sources, self.window = config.n_layer + 1, config.window or math.inf
+        self.w = nn.Parameter(torch.zeros(self.n_sources))        # all depths alike
         self.wk, self.wv = nn.Linear(D, kv, bias=False), nn.Linear(D, kv, bias=False)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.draw_matrices()

@@ -32,9 +32,17 @@ import kernels
 from model import GPT, Block, GPTConfig, QueryBlock, normal
 
 
-class FusedKV(GPT):
-    """K^i = a_i K^1 + b_i K^n and V^i = c_i V^1 + e_i V^n in every layer i above the storage layers."""
+def fuse(block, k1, v1, kn, vn):
+    """K^i = a K^1 + b K^n and V^i = c V^1 + e V^n, channel by channel. (B, Hkv, S, d) each."""
+    # One number for both members x[i], x[i + d/2] of a rotary pair. With two, the sum would be no rotated vector, and
+    # scores would depend on more than the distance.
+    a, b = (torch.cat((half, half), dim=-1) for half in (block.a, block.b))
+    k = a * k1 + b * kn
+    v = block.c * v1 + block.e * vn                             # values are not rotated: each channel is free
+    return k, v
 
+
+class FusedKV(GPT):
     def layers(self, x, rope, cache=None):
         x, *stored = self.lower(x, rope, cache)                 # stored: K^1, V^1, K^n, V^n
         return self.upper(x, rope, *stored)
@@ -42,11 +50,11 @@ class FusedKV(GPT):
     def lower(self, x, rope, cache):
         for n, block in enumerate(self.blocks[:self.config.n_storage]):
             q, k, v = block.qkv(x, rope)
-            if cache is not None:                               # S tokens: the upper layers need the earlier ones too
-                k, v = cache.append(n, k, v)
+            if cache is not None:
+                k, v = cache.append(n, k, v)                    # all S tokens: the upper layers need them too
             if n == 0:
                 k1, v1 = k, v
-            x = block.finish(x, self.attend(n, q, k, v))
+            x = block.finish(x, self.attend(n, q, k, v))        # no cache here: k and v hold the past already
         return x, k1, v1, k, v                                  # the last k and v are K^n and V^n
 
     def upper(self, x, rope, k1, v1, kn, vn):
@@ -62,6 +70,8 @@ class FusedKV(GPT):
         return self.upper(x[:, -1:], [table[-1:] for table in rope], *stored)
 
     # ------------------------------------------------------------------------------------------------ bookkeeping
+
+    LOOP = ("lower", "upper")                                   # what --diff shows
 
     def __init__(self, config):
         super().__init__(config)
@@ -85,12 +95,8 @@ class FusedKV(GPT):
 class FusedBlock(QueryBlock):
     """A block that fuses the stored keys and values."""
 
-    def fuse(self, k1, v1, kn, vn):
-        a = torch.cat((self.a, self.a), dim=-1)                 # x[i] and x[i + d/2] are one rotary pair. With two
-        b = torch.cat((self.b, self.b), dim=-1)                 # numbers for it the sum would be no rotated vector, and
-        k = a * k1 + b * kn                                     # scores would depend on more than the distance
-        v = self.c * v1 + self.e * vn                           # values are not rotated: each channel is free
-        return k, v
+    def fuse(self, k1, v1, kn, vn):                             # a method, so that compile_pieces can replace it
+        return fuse(self, k1, v1, kn, vn)
 
     def __init__(self, config, n):
         super().__init__(config, n)
@@ -100,11 +106,15 @@ class FusedBlock(QueryBlock):
                 value = normal(config, f"blocks.{n}.{name}", heads, 1, width, std=1.0)
             else:
                 value = nn.Parameter(torch.full((heads, 1, width), lite))
-            self.register_buffer(name, value.data) if config.variant == "lite" else self.register_parameter(name, value)
+            if config.variant == "lite":
+                self.register_buffer(name, value.data)
+            else:
+                self.register_parameter(name, value)
 
     @torch.no_grad()
     def follow(self, below):
-        """chain: the draws fuse K^{i-1} with K^n, and V^{i-1} with V^1. Put the block below in: K^1, K^n, V^1, V^n."""
+        """chain: a, b, c, e were drawn to fuse K^{i-1} with K^n and V^{i-1} with V^1. Substitute the block below, so
+        that they fuse K^1 with K^n and V^1 with V^n."""
         a, c, e = self.a.clone(), self.c.clone(), self.e.clone()             # copy_ overwrites them
         self.a.copy_(a * below.a)
         self.b.add_(a * below.b)

@@ -1,23 +1,22 @@
 """
-LCKV: all layers of a condensed block read the keys and values of the block's top layer, which alone makes any.
+LCKV: all condensed layers read the keys and values of the topmost of them, which alone makes any.
 
-Most slots of a cache hold what the lower layers made of a token; the top one holds what became of it. Here only the top
-layer of the block publishes, and every layer of the block reads that. The top layer of a token finishes last, so
-attention in the block is strictly causal, and its layers read above themselves. A few ordinary layers below and above
-the block, the warm-up layers, keep their own cache.
+In a plain decoder every layer caches its own keys and values. Here only the top one of the condensed layers does, and
+they all read it. That layer finishes a token last, so attention in the condensed layers is strictly causal, and they
+read above themselves. A few ordinary layers below and above them, the warm-up layers, keep their own cache.
 
     Haoyi Wu and Kewei Tu, Layer-Condensed KV Cache for Efficient Inference of Large Language Models, arXiv 2405.10637
 
     paper                                 here
     w warm-up layers, a sandwich          self.below, self.above    w // 2 of them, and the rest
     the condensed layers                  self.condensed            code layers w // 2 .. L - (w - w // 2) - 1
-    K, V of the block's top layer         channels                  (1, B, Hkv, N, d), of its normed input
+    K, V of the top condensed layer       channels                  (1, B, Hkv, N, d), of its normed input
     m = 7 passes, b = 2 with gradients    passes=9, grad_passes=2   Jacobi: all tokens read the pass before
 
     cost                             lckv                              baseline
     cached numbers per token         2 (w + 1) Hkv d                   2 L Hkv d
     parameters of keys and values    (w + 1) (2 D Hkv d + d)           L (2 D Hkv d + d)
-    passes through the block         9 in training and prefill         1
+    passes, condensed layers         9 in training and prefill         1
 
 This is the model that the WhiteMatter paper compares, with one norm fewer. Paper against release: docs/errata.md.
 """
@@ -34,21 +33,22 @@ from model import Block, QueryBlock, causal_attention
 
 class LCKV(FeedbackGPT):
     def layers(self, x, rope, cache=None):
-        x = self.warm_up(self.below, x, rope, cache)            # without warm-up layers the loss is worse (the paper's)
-        x = cyclic.run_schedule(self, x, cache)                 # the block: a schedule of calls to stack and pool
+        x = self.warm_up(self.below, x, rope, cache)            # the paper: without warm-up layers the loss is higher
+        x = cyclic.run_schedule(self, x, cache)                 # the condensed ones: a schedule of stack and pool
         return self.warm_up(self.above, x, rope, cache)
 
     def stack(self, x, positions, channels):
-        """Any n tokens x (B, n, D) through the block, where every layer reads the one channel of earlier tokens."""
+        """Any n tokens x (B, n, D) through the condensed layers: all read the one channel of earlier tokens."""
         rope, seen = self.rope(positions), channels.seen_from(positions)
         k, v = channels.k[0], channels.v[0]                     # (B, Hkv, N, d) each
         for n in self.condensed:
-            q, below = self.blocks[n].query(x, rope), x
+            top_input = x                                       # after the loop: the top layer's input
+            q = self.blocks[n].query(x, rope)
             x = self.blocks[n].finish(x, self.attend_past(n, q, k, v, seen))
-        return x, below[None]                                   # the output, and the top layer's input (1, B, n, D)
+        return x, top_input[None]                               # (B, n, D), (1, B, n, D)
 
     def pool(self, states, positions):
-        """The keys and values of the block's top layer, from its input: the only ones that are published."""
+        """The keys and values of the top condensed layer, from its input: the only ones that are published."""
         k, v = self.blocks[self.condensed[-1]].kv(states[0], self.rope(positions))
         return k[None], v[None]                                 # (1, B, Hkv, n, d): one channel
 

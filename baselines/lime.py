@@ -48,11 +48,11 @@ class LIMe(GPT):
         keys, values = [], []                                   # M_l: of these tokens only
         for n, block in enumerate(self.blocks):
             q, k, v = block.project(x, rope)                    # k and v (R, B, T, d), raw
-            keys.append(k)                                      # never a routed row: with those in the list the model
-            values.append(v)                                    # would be recursive, and each table act on the next
+            keys.append(k)                                      # raw: with routed rows the tables would compound
+            values.append(v)
             if n > 0:
                 k, v = self.routed(n, keys, values)
-            k, v = block.attended(k, v, rope)                   # QK-norm last: the norm of a sum is no sum of norms
+            k, v = block.norm_and_rotate(k, v, rope)            # QK-norm last: the norm of a sum is no sum of norms
             x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
 
@@ -77,7 +77,7 @@ class LIMe(GPT):
 
     def compile_pieces(self):
         super().compile_pieces()
-        kernels.compile_methods(self.blocks, "project", "attended")
+        kernels.compile_methods(self.blocks, "project", "norm_and_rotate")
 
 
 class LIMeBlock(Block):
@@ -90,8 +90,8 @@ class LIMeBlock(Block):
             return
         own = torch.eye(R, fan_in).roll(n * R, dims=1)          # the last R columns are the identity: this layer
         noise = normal(config, f"blocks.{n}.router", R, fan_in, std=0.5 ** 0.5).detach().erf()
-        noise[:, n * R:] = 0                                    # erf of N(0, 1/2) is uniform in -1..1; variance 1/3,
-        scale = (3 / fan_in) ** 0.5 if config.start == "release" else 0      # so scaled like this it is 1/fan_in
+        noise[:, n * R:] = 0                                    # erf of N(0, 1/2) is uniform in -1..1, of variance 1/3
+        scale = (3 / fan_in) ** 0.5 if config.start == "release" else 0      # then the variance is 1 / fan_in
         self.router = nn.Parameter(own + scale * noise)
 
     def project(self, x, rope):
@@ -100,7 +100,7 @@ class LIMeBlock(Block):
         k, v = (self.heads(w(h)).permute(2, 0, 1, 3).contiguous() for w in (self.wk, self.wv))
         return self.q(h, rope), k, v
 
-    def attended(self, k, v, rope):
+    def norm_and_rotate(self, k, v, rope):
         """k, v (R, B, T, d) -> what attention reads, (B, R, T, d)."""
         return rotate(self.k_norm(k).transpose(0, 1), rope), v.transpose(0, 1)
 
@@ -122,7 +122,7 @@ def flops_per_token(config, T):
     """As model.flops_per_token, plus the routing above layer 0: (n+1) R products for each of R d numbers."""
     routed, R = len(config.route), config.n_kv_head             # "kv": both; "v": one
     extra = sum(2 * routed * config.head_dim * R * R * (n + 1) for n in range(1, config.n_layer))
-    return model.plus(model.flops_per_token(config, T), extra)
+    return model.add_forward_flops(model.flops_per_token(config, T), extra)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,10 @@ class Recurrent(GPT):
     """o_t = Attn(q_t; (K_s, V_s) for s < t, and (k0_t, v0_t))."""
 
     def layers(self, x, rope, cache=None):
-        for n, block in enumerate(self.blocks):                 # layer n needs nothing of the layers above, so all its
-            q, k0, v0 = block.qkv(x, rope)                      # tokens go first: by `loop`, or `tiled`, its fast form
-            x = self.all_tokens(n, block, x, rope, q, k0, v0, cache)
+        # Layer n needs nothing from above it, so it finishes all tokens before layer n + 1 starts.
+        for n, block in enumerate(self.blocks):
+            q, k0, v0 = block.qkv(x, rope)                      # the temporary pair: of the layer's input
+            x = self.all_tokens(n, block, x, rope, q, k0, v0, cache)         # `loop`, or `tiled`, its fast form
         return x
 
     @staticmethod
@@ -48,8 +49,9 @@ class Recurrent(GPT):
         y = []
         for t in range(x.size(1)):
             x_t, q_t, rope_t = x[:, t:t + 1], q[:, :, t:t + 1], [table[t:t + 1] for table in rope]
-            keys = torch.cat((K, k0[:, :, t:t + 1]), dim=2)     # without the temporary pair the first token would
-            values = torch.cat((V, v0[:, :, t:t + 1]), dim=2)   # have nothing to read, and none would read itself
+            # Without the temporary pair no token would read itself, and the first would read nothing.
+            keys = torch.cat((K, k0[:, :, t:t + 1]), dim=2)
+            values = torch.cat((V, v0[:, :, t:t + 1]), dim=2)
             y.append(block.finish(x_t, causal_attention(q_t, keys, values)))
             K_t, V_t = block.kv(y[t], rope_t)                   # of the output. Of x_t it would be the baseline
             K, V = torch.cat((K, K_t), dim=2), torch.cat((V, V_t), dim=2)
@@ -125,7 +127,7 @@ class RecurrentConfig(GPTConfig):
 def flops_per_token(config, T):
     """As model.flops_per_token, plus W^K and W^V once more, of the layer's output."""
     again = config.n_layer * 4 * config.n_embd * config.n_kv_head * config.head_dim
-    return model.plus(model.flops_per_token(config, T), again)
+    return model.add_forward_flops(model.flops_per_token(config, T), again)
 
 
 if __name__ == "__main__":

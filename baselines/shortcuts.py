@@ -1,8 +1,9 @@
 """
 Shortcuts: hand up another tensor of the first layer than its values, to see why the values are the place.
 
-A layer makes queries, keys, an attention matrix, an attention output and a new hidden state. Each loop here mixes one
-of them with the first layer's, as value_residual.py does with the values. The variant picks the loop and the weights.
+A layer makes queries, keys, an attention matrix, an attention output and a new hidden state. Each loop mixes one of
+them with the first layer's, as value_residual.py does with the values; the hidden state is mixed with the embedding.
+`resid_start` cuts the residual stream instead. The variant picks the loop and the weights.
 
     Zhou et al., Value Residual Learning, arXiv 2410.17897.
     neutreno: Nguyen, Nguyen and Baraniuk, Mitigating Over-smoothing in Transformers via Regularized Nonlocal
@@ -33,15 +34,16 @@ from model import GPT, GPTConfig, attention_weights, repeat_kv
 
 
 class Shortcut(GPT):
-    """X'_n = lam1[n] X_1 + lam2[n] X_n, for one tensor X of a layer. Each loop hands up another X."""
+    """X'_n = lam1[n] X_1 + lam2[n] X_n, for one tensor X of a layer; the hidden state is mixed with H_0."""
 
     def layers_query(self, x, rope, cache=None):
         for n, block in enumerate(self.blocks):
             q, k, v = block.qkv(x, rope)
             if n == 0:
                 q1 = q
-            else:                                               # the mean of two normed queries is shorter than either,
-                q = self.lam1[n] * q1 + self.lam2[n] * q        # so the attention of Q'_n is less sharp
+            else:
+                # Two normed queries average to a shorter one: the attention of Q'_n is less sharp.
+                q = self.lam1[n] * q1 + self.lam2[n] * q
             x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
 
@@ -50,8 +52,9 @@ class Shortcut(GPT):
             q, k, v = block.qkv(x, rope)
             if n == 0:
                 k1 = k
-            else:                                               # after the rotation or before it is the same: both keys
-                k = self.lam1[n] * k1 + self.lam2[n] * k        # belong to one token. The cache stores K'_n
+            else:
+                # Both keys belong to one token, so the order of mix and rotation makes no difference.
+                k = self.lam1[n] * k1 + self.lam2[n] * k        # K'_n, which the cache stores
             x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
 
@@ -83,7 +86,7 @@ class Shortcut(GPT):
             u = self.attend(n, q, k, v, cache)
             if n == 0:
                 v1 = v
-            else:                                               # (A_n - lam1) V_n + lam1 V_1: less of the own value
+            else:                                               # (A_n - lam1 I) V_n + lam1 V_1: less of the own value
                 u = self.lam2[n] * u + self.lam1[n] * repeat_kv(v1 - v, q)
             x = block.finish(x, u)
         return x
@@ -93,18 +96,19 @@ class Shortcut(GPT):
         for n, block in enumerate(self.blocks):
             q, k, v = block.qkv(x, rope)
             x = block.finish(x, self.attend(n, q, k, v, cache))
-            x = self.lam1[n] * h0 + self.lam2[n] * x            # H'_n, of the last layer too. lam2 = .5 halves all that
-        return x                                                # the layers below have added, once in every layer
+            # H'_n, of the last layer too. lam2 = .5 halves, in every layer, all that the layers below have added.
+            x = self.lam1[n] * h0 + self.lam2[n] * x
+        return x
 
     def layers_resid_start(self, x, rope, cache=None):
         for n, block in enumerate(self.blocks):
             q, k, v = block.qkv(x, rope)
-            if n == self.config.source:
+            if n == self.source:
                 v1 = v
-            elif n > self.config.source:                        # (lam1, lam2) = (0, 1) in resid_start: no shortcut
+            elif n > self.source:                               # (lam1, lam2) = (0, 1) in resid_start: no shortcut
                 v = self.lam1[n] * v1 + self.lam2[n] * v
-            if n < self.config.resid_start:                     # the first blocks write without adding their input, so
-                x = torch.zeros_like(x)                         # above them no stream carries what lies below
+            if n < self.resid_start:
+                x = torch.zeros_like(x)                         # this block does not add its input: the stream is cut
             x = block.finish(x, self.attend(n, q, k, v, cache))
         return x
 
@@ -120,6 +124,7 @@ class Shortcut(GPT):
     def __init__(self, config):
         super().__init__(config)
         self.place, *start, trained = VARIANTS[config.variant]
+        self.source, self.resid_start = config.source, config.resid_start
         self.LOOP = (f"layers_{self.place}",)                   # what --diff shows
         mixes = self.place == "hidden" or config.n_layer > 1    # with no layer above, nothing would learn
         for name, value in zip(("lam1", "lam2"), start):
@@ -178,7 +183,7 @@ def flops_per_token(config, T):
                  resid_start=kv_heads)[place]
     mix = 3 * width * (config.n_layer if place == "hidden" else config.n_layer - 1 - config.source)
     if place != "matrix":
-        return model.plus(flops, mix)
+        return model.add_forward_flops(flops, mix)
     again = config.n_layer * heads * (T + 1)                    # 2 d for each head and pair: the scores, once
     return flops | dict(train=flops["train"] + 3 * mix * (T + 1) / 2 - again,
                         prefill=flops["prefill"] + mix * (T + 1) / 2, decode=flops["decode"] + mix * (T + 1))

@@ -163,7 +163,7 @@ def test_the_fixed_point_is_one_and_random_starts_reach_it(schedule, groups):
 
 def reference(model, x, positions, past, groups, passes, grad_passes):
     """The definition, slowly: before every group all channels are built again from all states."""
-    T, H = x.size(1), [x[:, i].expand(model.sources, *x[:, i].shape) for i in range(x.size(1))]      # (S, B, D) each
+    T, H = x.size(1), [x[:, i].expand(model.n_sources, *x[:, i].shape) for i in range(x.size(1))]      # (S, B, D) each
     for p in range(passes):
         if p == passes - grad_passes and p > 0:
             H = [h.detach() for h in H]

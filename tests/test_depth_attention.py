@@ -97,11 +97,11 @@ def test_the_softmax_is_in_fp32_and_the_value_keeps_its_dtype_under_autocast():
     model = make().train()
     seen = []
 
-    def spy(q, candidates):
-        vt, a = depth_mix(q, candidates)
-        seen.append((a.dtype, vt.dtype, candidates[-1][1].dtype))
-        return vt, a
-    model.depth_mix = spy
+    def spy(n, q, candidates):
+        vt = type(model).mix(model, n, q, candidates)
+        seen.append((depth_mix(q, candidates)[1].dtype, vt.dtype, candidates[-1][1].dtype))
+        return vt
+    model.mix = spy
     with torch.autocast("cpu", torch.bfloat16):
         model(ids(2, 20), ids(2, 20))
     assert seen == [(torch.float32, torch.bfloat16, torch.bfloat16)] * 4

@@ -139,4 +139,4 @@ def test_bad_settings_are_refused_with_a_sentence(bad, sentence):
 def test_all_layers_share_the_compiled_pieces():
     model, idx = make().train(), ids(2, 20)
     assert_compiled_equals_eager(model, idx)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4     # project, attended, finish, the loss
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4     # project, norm_and_rotate, finish, the loss

@@ -163,7 +163,7 @@ MISTAKES = [
     (["--nlayer=3"], "did you mean --n_layer?"),
     (["--model=gtp"], "choose one of gpt"),
     (["--n_layer=two"], "a whole number is wanted"),
-    (["--n_head=4", "--n_kv_head=3"], "not a multiple of n_kv_head=3"),
+    (["--n_head=4", "--n_kv_head=3"], "n_head=4 is not a multiple of it"),
     (["--block_size=7000"], "block_size=7000 needs 7001 tokens"),
     (["--data=nowhere"], "no data set 'nowhere'"),
     (["--device=tpu"], "cannot be used here"),

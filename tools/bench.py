@@ -273,7 +273,8 @@ def table(results):
     if "cache_gain" in base:
         column("cache gains", f"{base['cache_gain_base']:.1f} times", lambda r: f"{r['cache_gain']:.1f} times")
     column("KV, numbers a token", f"{base['kv_base']:,}", lambda r: f"{r['kv']:,}")
-    column("training FLOPs a token", f"{base['flops_base'] / 1e6:,.1f} M", lambda r: f"{r['flops'] / r['flops_base']:.3f}")
+    column("training FLOPs a token", f"{base['flops_base'] / 1e6:,.1f} M",
+           lambda r: f"{r['flops'] / r['flops_base']:.3f}")
     rows = [list(columns), ["---"] * len(columns), [own for own, _ in columns.values()]]
     rows += zip(*(cells for _, cells in columns.values()))
     return ["| " + " | ".join(row) + " |" for row in rows]
@@ -332,7 +333,8 @@ def main(argv):
           + ", ".join(f"{k} {v}" for k, v in where.items() if v is not None) + "\n")
     print("\n".join(table(results)))
     if config.out:
-        data.write_text(config.out, json.dumps(dict(settings=asdict(config), machine=where, results=results), indent=1) + "\n")
+        content = dict(settings=asdict(config), machine=where, results=results)
+        data.write_text(config.out, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from configs import SettingError
 class Marks:
     """A model without numbers for run_schedule. Its states, keys and values hold (pass, is it final)."""
 
-    sources, has_dummy, trace = 1, False, None
+    n_sources, has_dummy, trace = 1, False, None
 
     def __init__(self, config):
         self.config, self.passes, self.steps = config, {}, []

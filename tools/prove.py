@@ -30,8 +30,8 @@ def show(models, argv):
         raise configs.SettingError(f"--model={name}: this file has {' and '.join(models)}")
     config_class, model_class = models[name]
     if settings.pop("help", False):
-        print("--diff shows this file's layer loop against the baseline's. Without it, you see what the header claims,\n"
-              "computed for a small model. These settings change it:\n" + configs.help_text(config_class))
+        print("--diff shows this file's layer loop against the baseline's. Without it, you see what the header\n"
+              "claims, computed for a small model. These settings change it:\n" + configs.help_text(config_class))
         return
     diff = configs.convert("diff", settings.pop("diff", False), bool)
     config, = configs.build(SIZE | settings, config_class)
@@ -58,7 +58,8 @@ def loop_diff(model):
 def claims(network):
     """[(claim, value)] for a model in eval mode."""
     config = network.config
-    plain = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field, _, _ in configs.fields(GPTConfig)})).eval()
+    shape = {field.name: getattr(config, field.name) for field, _, _ in configs.fields(GPTConfig)}
+    plain = GPT(GPTConfig(**shape)).eval()
     rows = [("parameters", f"{count(network):,} ({count(network) - count(plain):+,} against the baseline)")]
 
     idx = torch.randint(config.vocab_size, (2, config.block_size), generator=torch.Generator().manual_seed(0))

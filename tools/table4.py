@@ -39,7 +39,7 @@ def paper_terms(name, config, T):
             prefill={"layers": L * (body + kvp), "attention": L * pair * seen},
             train={"layers": 3 * L * (body + kvp), "attention": L * (pair + pair_back) * seen})
 
-    if name == "fusedkv":                                # the lower half stores keys and values, the upper half fuses them
+    if name == "fusedkv":                                # the lower half stores keys and values, the upper fuses them
         n, fuse = L // 2, 6 * (L // 2) * kv
         return dict(
             decode={"layers": L * body + n * kvp, "attention": L * pair * (T + 1),

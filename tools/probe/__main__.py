@@ -26,8 +26,8 @@ from configs import SettingError
 from mudd import MUDD
 from tools.probe import figures
 from tools.probe.inside import TABLES, attention, direct_reads, lambdas, look, own_value, seen_by, tables_of
-from tools.probe.measures import (adjacent_cosine, first_mass, first_norm, importance_entropy, sink_rate, token_similarity,
-                                  uniform)
+from tools.probe.measures import (adjacent_cosine, first_mass, first_norm, importance_entropy, sink_rate,
+                                  token_similarity, uniform)
 from train import build, open_run, run_data
 from trainer.console import program
 from trainer.device import usable_device
@@ -53,9 +53,9 @@ def measure(model, idx):
         rows["own"].append(A.new_tensor(torch.nan) if own is None else first_norm(own))
         rows["moved"].append(first_norm(trace["v"][n]))
         rows["error"].append(error)
-    reads = [trace["x"][n] for n in range(len(given))]                   # (ways, B, T, D): one way, or q, k, v and the residual
+    reads = [trace["x"][n] for n in range(len(given))]                   # (ways, B, T, D): one, or q, k, v and r
     ways = max(map(len, reads))
-    x = torch.stack([r if len(r) == ways else r[:1].expand(ways, *r.shape[1:]) for r in reads])      # (N, ways, B, T, D)
+    x = torch.stack([r if len(r) == ways else r[:1].expand(ways, *r.shape[1:]) for r in reads])
     numbers = {name: torch.stack(values) for name, values in rows.items()}
     return numbers | dict(similarity=torch.stack([token_similarity(h) for h in states]),
                           adjacent=adjacent_cosine(x[1:], x[:-1])), tables_of(model, trace, states)
@@ -153,8 +153,8 @@ def load(paths, config):
     sizes = {run.config.block_size for run in runs}
     texts = {run.facts["settings"].get("data", "plays") for run in runs}
     if len(sizes) > 1:
-        raise SettingError(f"these runs have block_size {' and '.join(map(str, sorted(sizes)))}, so no window fits all of "
-                           f"them: probe runs of one block_size together")
+        raise SettingError(f"these runs have block_size {' and '.join(map(str, sorted(sizes)))}, so no window fits all "
+                           f"of them: probe runs of one block_size together")
     if config.data is None and len(texts) > 1:
         raise SettingError(f"these runs were trained on {' and '.join(sorted(texts))}: give one as --data")
     T = sizes.pop()
@@ -209,8 +209,8 @@ def main(argv):
         return
     config, = configs.build(settings, ProbeConfig)
     if config.grid and (paths or {"data", "windows"} & settings.keys()):
-        raise SettingError("--grid draws fresh models and reads no text: leave the runs, --data and --windows out, or leave "
-                           "--grid out")
+        raise SettingError("--grid draws fresh models and reads no text: leave the runs, --data and --windows out, or "
+                           "leave --grid out")
     device = usable_device(config.device)
     if config.grid:
         out, name, shown = Path("runs", "grid"), "who_reads_whom.json", "who_reads_whom.png"

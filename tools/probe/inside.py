@@ -202,7 +202,7 @@ def routed(model, trace, states):
 
 def router(model, trace, states):
     """WhiteMatter: A^r, the router's weights of each channel over the states."""
-    tables, u = {}, torch.stack(states[:model.sources], dim=2)           # (B, T, S, D)
+    tables, u = {}, torch.stack(states[:model.n_sources], dim=2)           # (B, T, S, D)
     for name, r in (("keys", model.keys), ("values", model.values)):
         A = r.router(r.pre(u))[0]                                        # (T, k, S)
         tables[name] = A[:1] if type(r.router) is StaticRouter else A
