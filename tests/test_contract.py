@@ -182,13 +182,14 @@ def test_under_bf16_autocast_it_trains(arm):
 
 
 @arms
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.02)])       # 8 to 1, as their steps
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.08), (torch.float16, 0.01)])         # 8 to 1, as their steps
 def test_a_model_in_half_precision_computes_and_decodes_in_it(arm, dtype, tolerance):
-    model, idx = make(arm), ids(2, 20)
+    """Six tokens: a model that is recurrent over tokens amplifies rounding from each to the next."""
+    model, idx = make(arm), ids(2, 6)
     expected = model(idx)
     model.to(dtype)
     cache = model.new_cache(2)
-    parts = torch.cat([model(piece, cache=cache) for piece in idx.split([7, 1, 12], dim=1)], dim=1)
+    parts = torch.cat([model(piece, cache=cache) for piece in idx.split([2, 1, 3], dim=1)], dim=1)
     assert parts.dtype == cache.k.dtype == dtype
     for logits in (parts, model(idx)):
         assert (logits - expected).norm() < tolerance * expected.norm()
