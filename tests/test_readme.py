@@ -10,7 +10,9 @@ import pytest
 import configs
 import train
 from data.openwebtext import prepare
-from tools import bench, compare, prove, sample, schedules, table4, verdict
+from tools import bench, prove, sample, schedules, table4
+from tools.compare import __main__ as compare
+from tools.compare import verdict
 from value_residual import ValueResidual
 
 ROOT = Path(train.__file__).parent
