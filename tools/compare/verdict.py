@@ -89,7 +89,7 @@ def compare_runs(report):
 FIRST = ["arm", "difference (s.d.)", "95 % interval", "verdict"]       # the columns that a narrow terminal shows
 TITLES = ["arm", "nats per token (s.d.)", "bits per byte", *FIRST[1:],
           "parameters", "training FLOPs", "seconds per step", "tokens to its loss"]
-ARM_WIDTH = 16                                                         # at least, before a name goes on a second line
+ARM_WIDTH = (16, 36)                     # a longer name of an arm goes on a second line where columns need the room
 
 
 def table(report):
@@ -106,7 +106,7 @@ def narrow_table(report, width):
               for title in [*FIRST, *TITLES] if any(row[title] for row in rows)}
     shown = [title for title in FIRST if title in widths]
     left = width - 1 - sum(widths[title] for title in shown[1:])
-    name_width = min(widths["arm"], max(left, ARM_WIDTH + 3))
+    name_width = min(widths["arm"], max(min(left, ARM_WIDTH[1] + 3), ARM_WIDTH[0] + 3))
     left -= name_width
     for title in widths:
         if title not in shown and widths[title] <= left:
