@@ -1,4 +1,4 @@
-"""tools/compare.py: what it trains, what it finds again, and that its verdicts are those of the numbers."""
+"""tools/compare: what it trains, what it finds again, and that its verdicts are those of the numbers."""
 import json
 import math
 import re
@@ -21,6 +21,7 @@ ROOT = Path(train.__file__).parent
 CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 TINY = ["--n_layer=2", "--n_embd=16", "--n_head=2", "--d_ff=24", "--block_size=16", "--batch_size=2", "--max_iters=4",
         "--warmup_iters=1", "--eval_interval=2", "--log_interval=1", "--dtype=float32"]
+CODE = dict(model="m", trainer="t")
 
 
 @pytest.fixture
@@ -43,38 +44,24 @@ def trained(monkeypatch):
     return folders
 
 
+@pytest.fixture
+def edit(tmp_path, monkeypatch):
+    """A function that edits a copy of the sources, which is hashed instead of them."""
+    copy = tmp_path / "sources"
+    for path in (path for folder in (".", "data", "trainer", "baselines") for path in (ROOT / folder).glob("*.py")):
+        (copy / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy / path.relative_to(ROOT))
+    monkeypatch.setattr(arms, "PROJECT", copy)
+
+    def edit(file, old, new):
+        source = (copy / file).read_text(encoding="utf-8")
+        assert source.count(old) == 1, (file, old)
+        (copy / file).write_text(source.replace(old, new), encoding="utf-8")
+    return edit
+
+
 def result(name):
     return json.loads(Path("runs/compare", name).read_text(encoding="utf-8"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics
-
-
-def test_quantiles_of_students_t():
-    for df, t in ((1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (19, 2.0930), (30, 2.0423)):
-        assert verdict.t_quantile(df) == t
-    assert verdict.t_quantile(31) == verdict.t_quantile(30)                        # too wide, not too narrow
-    assert all(larger > smaller for larger, smaller in zip(verdict.T, verdict.T[1:]))
-
-
-def test_an_interval_by_hand():
-    """Mean -0.02, s.d. 0.01: half width 4.30265 x 0.01 / sqrt(3) = 0.024841."""
-    row = verdict.interval([-0.01, -0.02, -0.03])
-    assert (row["n"], row["verdict"]) == (3, "not shown")
-    numbers = [row[name] for name in ("mean", "sd", "low", "high")]
-    assert numbers == pytest.approx([-0.02, 0.01, -0.044841, 0.004841], abs=1e-6)
-    assert verdict.interval([-0.02, -0.021, -0.022])["verdict"] == "lower"
-    assert verdict.interval([0.02, 0.021, 0.022])["verdict"] == "higher"
-    assert verdict.interval([-5.0])["verdict"] == "one seed"
-    assert verdict.interval([-0.1, math.inf])["verdict"] == "diverged"
-
-
-def test_tokens_to_a_loss_are_read_between_validations():
-    curve = [(100, 3.0), (200, 2.0), (300, 2.2), (400, 1.0)]
-    assert verdict.tokens_to(2.5, curve) == 150 and verdict.tokens_to(3.5, curve) == 100
-    assert verdict.tokens_to(2.1, curve) == 190 and verdict.tokens_to(1.0, curve) == 400
-    assert verdict.tokens_to(0.9, curve) is None and verdict.tokens_to(0.9, []) is None
 
 
 def run(arm, seed, loss, **facts):
@@ -83,29 +70,45 @@ def run(arm, seed, loss, **facts):
                 diverged=None, device="cpu", dtype="float32", compiled=False, threads=1, torch="2.13") | facts
 
 
-CODE = dict(model="m", trainer="t")
-
-
 def planted(gap, noise, seeds=range(5), **facts):
     """A report of two arms whose losses vary by 0.1 over seeds, and their difference by `noise` about `gap`."""
-    runs, two = [], [
-        dict(label=label, base=base, identity=dict(train=dict(max_iters=4), model=dict(n_layer=2), data=dict(train=9),
-                                                   code=dict(CODE), machine=dict(torch="2.13")))
-        for label, base in (("gpt", None), ("mudd", "gpt"))]
+    runs, identity = [], dict(train=dict(max_iters=4), model=dict(n_layer=2), data=dict(train=9), code=CODE)
     for seed in seeds:
         level = 2 + 0.1 * math.sin(seed)
-        loss = level + gap + noise * math.cos(7 * seed)
-        runs += [run("gpt", seed, level), run("mudd", seed, loss, **facts)]
-    return results.make("", two, runs)
+        runs += [run("gpt", seed, level), run("mudd", seed, level + gap + noise * math.cos(7 * seed), **facts)]
+    return results.make("", [dict(label=label, base=base, identity=dict(identity))
+                             for label, base in (("gpt", None), ("mudd", "gpt"))], runs)
 
 
-def test_a_planted_difference_is_found_and_a_planted_null_is_not():
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def test_an_interval_by_hand():
+    """Mean -0.02, s.d. 0.01: half width 4.3027 x 0.01 / sqrt(3) = 0.024841."""
+    row = verdict.interval([-0.01, -0.02, -0.03])
+    assert (row["n"], row["verdict"]) == (3, "not shown")
+    numbers = [row[name] for name in ("mean", "sd", "low", "high")]
+    assert numbers == pytest.approx([-0.02, 0.01, -0.044841, 0.004841], abs=1e-6)
+    for differences, shown in (([-0.02, -0.021, -0.022], "lower"), ([0.02, 0.021, 0.022], "higher"),
+                               ([-5.0], "one seed"), ([-0.1, math.inf], "diverged")):
+        assert verdict.interval(differences)["verdict"] == shown
+    for df, t in ((1, 12.7062), (4, 2.7764), (9, 2.2622), (19, 2.0930), (30, 2.0423), (31, 2.0423)):
+        assert verdict.t_quantile(df) == t
+
+
+def test_tokens_to_a_loss_are_read_between_validations():
+    curve = [(100, 3.0), (200, 2.0), (300, 2.2), (400, 1.0)]
+    for loss, tokens in ((2.5, 150), (3.5, 100), (2.1, 190), (1.0, 400), (0.9, None)):
+        assert verdict.tokens_to(loss, curve) == tokens
+    assert verdict.tokens_to(0.9, []) is None
+
+
+@pytest.mark.parametrize("gap, shown", [(-0.01, "lower"), (0.0, "not shown"), (0.01, "higher")])
+def test_a_planted_difference_is_found_and_a_planted_null_is_not(gap, shown):
     """The difference is a tenth of what losses vary by: unpaired, five seeds could not show it."""
-    found, = planted(-0.01, 0.002)["differences"]
-    assert found["verdict"] == "lower" and found["low"] < -0.01 < found["high"] < 0
-    null, = planted(0.0, 0.002)["differences"]
-    assert null["verdict"] == "not shown" and null["low"] < 0 < null["high"]
-    assert planted(0.01, 0.002)["differences"][0]["verdict"] == "higher"
+    row, = planted(gap, 0.002)["differences"]
+    assert row["verdict"] == shown and row["low"] < gap < row["high"]
 
 
 def test_the_table_has_ratios_and_tokens_to_the_baselines_loss():
@@ -113,11 +116,27 @@ def test_the_table_has_ratios_and_tokens_to_the_baselines_loss():
     row, = report["differences"]
     assert row["tokens"] == [pytest.approx((200 + 200 * 1.0 / 1.5) / 400)]     # 3.0 to 1.5 from 200 to 400: 2.0 at 333
     cells = [cell.strip() for cell in verdict.table(report).splitlines()[-1].split("|")[1:-1]]
-    assert cells == ["mudd", "1.5000", f"{1.5 / math.log(2):.4f}", "-0.5000", "", "one seed", "x1.100", "x2.000", "x1.50", "x0.83"]
+    assert cells == ["mudd", "1.5000", f"{1.5 / math.log(2):.4f}", "-0.5000", "", "one seed", "x1.100", "x2.000",
+                     "x1.50", "x0.83"]
     assert "never" in verdict.table(planted(0.5, 0.0))
-    assert verdict.reached([0.5, None, 0.7]) == "x0.60 (2 of 3 seeds)"
-    diverged = verdict.table(planted(math.inf, 0.0, validation=[(200, math.inf)]))
+    assert verdict.reached([0.5, None, 0.7]) == "x0.60 (2 of 3 seeds)" and verdict.reached([]) == ""
+    diverged = verdict.table(planted(math.inf, 0.0, validation=[], seconds_per_step=None))
     assert "diverged" in diverged and "never" in diverged
+
+
+def test_the_table_fits_the_terminal_and_its_first_columns_stay():
+    report = planted(-0.01, 0.002)
+    report["arms"][1]["label"] = label = "value_residual:variant=sparse:targets=1,2,3:constant=0.5"
+    for run in verdict.runs_of(report, "mudd").values():
+        run.update(arm=label, code="trainer differs")
+    report = results.make("", report["arms"], report["runs"])
+    for width in (80, 100, 130, 250):
+        lines = verdict.narrow_table(report, width).splitlines()
+        assert max(map(len, lines)) <= width and all(title in lines[0] for title in verdict.FIRST)
+        assert ("nats per token" in lines[0]) == (width > 100)
+        names = " ".join(line.split("|")[1].strip() for line in lines)
+        assert f"{label} (trainer differs)" in names.replace(": ", ":")
+    assert len(verdict.table(report).splitlines()) == 4
 
 
 def test_a_baseline_that_diverged_has_no_loss_to_come_down_to():
@@ -126,18 +145,18 @@ def test_a_baseline_that_diverged_has_no_loss_to_come_down_to():
         verdict.runs_of(report, "gpt")[seed]["val_loss"] = math.inf
     row, = verdict.compare_runs(report)
     assert row["verdict"] == "diverged" and len(row["tokens"]) == 3
-    assert verdict.reached([]) == ""
 
 
 def test_seconds_of_two_machines_have_no_ratio():
     report = planted(-0.1, 0.0, seeds=(0, 1), seconds_per_step=0.2)
-    verdict.runs_of(report, "gpt")[0].update(given=["theirs.json"], seconds_per_step=9.0)
+    ours, base = (verdict.runs_of(report, label) for label in ("mudd", "gpt"))
+    base[0].update(given=["theirs.json"], seconds_per_step=9.0)
     assert verdict.compare_runs(report)[0]["seconds"] == 2
-    verdict.runs_of(report, "gpt")[1].update(given=["theirs.json"])
-    row, = verdict.compare_runs(report)
-    assert row["seconds"] is None and "| x1.000         |                  | x" in verdict.table(
-        report | dict(differences=[row]))
-    for run in verdict.runs_of(report, "mudd").values():
+    base[1].update(given=["theirs.json"])
+    report["differences"] = verdict.compare_runs(report)
+    assert report["differences"][0]["seconds"] is None
+    assert "| x1.000         |                  | x" in verdict.table(report)
+    for run in ours.values():
         run.update(given=["theirs.json"])
     assert verdict.compare_runs(report)[0]["seconds"] == pytest.approx((0.2 / 9 + 2) / 2)
 
@@ -152,88 +171,43 @@ def test_only_seeds_that_both_have_are_paired():
 # End to end
 
 
-def test_the_table_fits_the_terminal_and_its_first_columns_stay():
-    report = planted(-0.01, 0.002)
-    report["arms"][1]["label"] = label = "value_residual:variant=sparse:targets=1,2,3:constant=0.5"
-    for run in verdict.runs_of(report, "mudd").values():
-        run.update(arm=label, code="trainer differs")
-    report = results.make("", report["arms"], report["runs"])
-    for width in (80, 100, 130, 250):
-        lines = verdict.narrow_table(report, width).splitlines()
-        assert max(map(len, lines)) <= width
-        assert all(title in lines[0] for title in verdict.FIRST) and ("bits per byte" in lines[0]) == (width > 100)
-        assert label + " (trainer differs)" in re.sub(r"(?<=:) +| +(?=\n)", "", "\n".join(
-            line.split("|")[1].strip() for line in lines)).replace(":\n", ":").replace("\n", " ")
-    assert len(verdict.table(report).splitlines()) == 4
-
-
-def test_what_is_given_is_not_trained_again_and_says_whose_code_made_it(tiny, trained, tmp_path, monkeypatch, capsys):
-    """A baseline of another machine: its runs are paired with ours as they stand, and ours only are trained."""
-    compare.main(["--models=gpt", "--seeds=2", *tiny, "--out=base.json"])
-    base = result("../../base.json")
-    identity = base["arms"][0]["identity"]
-    identity["machine"]["torch"] = "2.99"
-    for run in base["runs"]:
-        run["val_loss"] += 1.0
-    (tmp_path / "room").mkdir()
-    monkeypatch.chdir(tmp_path / "room")
-    argv = ["--models=gpt,mudd", "--seeds=3", *tiny, "--given=../base.json", "--out=all.json"]
-    same = identity["code"]
-    for code, label in (({"code": 1}, "other code"), (same | dict(model="other"), "other code"),
-                        (same | dict(trainer="other"), "trainer differs"), (same, "")):
-        identity["code"] = code
-        Path("../base.json").write_text(json.dumps(base), encoding="utf-8")
-        compare.main(argv)
-        out = capsys.readouterr().out
-        assert out.count(", given") == 2 and (f"gpt ({label})" in out and f"{label}: these runs" in out) == bool(label)
-        report = result("../../all.json")
-        assert [run.get("code", "") for run in report["runs"]] == [label, "", label, "", "", ""]
-    assert [name.rsplit("-", 1)[0] for name in trained[2:]] == ["mudd-s1337", "mudd-s1", "gpt-s2", "mudd-s2"]
-    assert [bool(run.get("given")) for run in report["runs"]] == [True, False, True, False, False, False]
-    row, = report["differences"]
-    assert row["values"]["1337"] < -0.5 and row["values"]["1"] < -0.5 and abs(row["values"]["2"]) < 0.5
-
-    identity["code"] = {"code": 1}                                                 # the label goes from file to file
-    Path("../base.json").write_text(json.dumps(base), encoding="utf-8")
-    compare.main(argv)
-    compare.main(["--models=gpt", "--seeds=2", *tiny, "--given=all.json", "--out=again.json"])
-    assert [run["code"] for run in result("../../again.json")["runs"]] == ["other code"] * 2
-    with pytest.raises(SystemExit, match="no arm of it"):
-        compare.main(["--models=gpt,mudd", *tiny, "--given=../base.json", "--max_iters=3"])
-
-
 def test_a_comparison_end_to_end_and_found_again(tiny, trained, capsys, monkeypatch):
     monkeypatch.setattr(compare, "figure", figure.figure)
     compare.main(["--models=gpt,value_residual:variant=convex,mudd", "--seeds=2", *tiny])
     out = capsys.readouterr().out
     assert len(trained) == 6 and [name.split("-s")[1][:4] for name in trained[:3]] == ["1337"] * 3
     name = "gpt-value_residual_variant=convex-mudd"
-    report = result(f"{name}.json")
+    report = results.read(f"runs/compare/{name}.json")
+    assert json.loads(json.dumps(report)) == result(f"{name}.json")
     assert Path(f"runs/compare/{name}.png").stat().st_size > 10_000
-    assert Path(f"runs/compare/{name}.table.md").read_text(encoding="utf-8").splitlines()[-1].startswith("| mudd ")
+    assert Path(f"runs/compare/{name}.table.md").read_text(encoding="utf-8") == verdict.table(report) + "\n"
     assert [(row["arm"], row["base"], row["n"]) for row in report["differences"]] == [
         ("value_residual:variant=convex", "gpt", 2), ("mudd", "gpt", 2)]
     for row in report["differences"]:
         for seed, value in row["values"].items():
-            ours, base = (verdict.runs_of(report, label)[int(seed)]["val_loss"] for label in (row["arm"], "gpt"))
+            ours, base = (verdict.runs_of(report, label)[seed]["val_loss"] for label in (row["arm"], "gpt"))
             assert value == ours - base
         assert f"{row['mean']:+.4f} ({row['sd']:.4f})" in out and f"{row['low']:+.4f} to {row['high']:+.4f}" in out
     first = report["runs"][0]
     assert [tokens for tokens, _ in first["validation"]] == [64, 128] and len(first["curve"]) == 4
     assert first["validation"][-1][1] == first["val_loss"] == checkpoint.load(
         Path("runs/compare", trained[0], "last.pt"))["val_loss"]
-    model = train.build("gpt", n_layer=2, n_embd=16, n_head=2, d_ff=24, block_size=16)
-    assert first["parameters"] == sum(p.numel() for p in model.parameters())
-    assert "validation loss" not in out and "expect" not in out
-    monkeypatch.setattr(compare, "figure", lambda report, path: None)
+    assert first["parameters"] == weights(2, 16, 24) and "validation loss" not in out and "expect" not in out
 
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)                    # without it the results are there
     compare.main(["--models=gpt,mudd", "--seeds=2", *tiny])
-    assert len(trained) == 6 and "found" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert len(trained) == 6 and "found" in out and "pip install matplotlib" in out.splitlines()[-1]
+    assert result("gpt-mudd.json")["runs"] and not Path("runs/compare/gpt-mudd.png").exists()
     compare.main(["--models=gpt,gpt:d_ff=24", "--seeds=1", *tiny])                 # another name for the same thing
     assert len(trained) == 6 and "One seed shows nothing by itself" in capsys.readouterr().out
+    compare.main(["--models=gpt,mudd", "--seeds=2", "--first_seed=1", *tiny])      # another process, its own file
+    compare.main(["--models=gpt,mudd", "--seeds=3", *tiny])
+    assert len(trained) == 8 and result("gpt-mudd-from-seed-1.json")["runs"]
+    assert result("gpt-mudd.json")["differences"][0]["n"] == 3
 
 
-def test_what_changes_the_result_trains_anew_and_the_rest_is_found(tiny, trained, tiny_data, tmp_path, monkeypatch):
+def test_what_changes_the_result_trains_anew_and_the_rest_is_found(tiny, trained, tiny_data, tmp_path):
     def again(*flags):
         before = len(trained)
         compare.main(["--models=gpt", "--seeds=1", *tiny, *flags])
@@ -244,10 +218,7 @@ def test_what_changes_the_result_trains_anew_and_the_rest_is_found(tiny, trained
     for flag in ("--max_iters=5", "--learning_rate=1e-4", "--d_ff=32", "--qk_norm=no", "--dtype=bfloat16",
                  "--weight_decay=0", "--first_seed=3"):
         assert again(flag), flag
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in tiny_data.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(tiny_data, tmp_path / "copy")
     assert not again(f"--data={copy}")                                             # the same text elsewhere
     changed = bytearray((copy / "train.bin").read_bytes())
     changed[-2] ^= 1
@@ -255,23 +226,6 @@ def test_what_changes_the_result_trains_anew_and_the_rest_is_found(tiny, trained
     for cached in (arms.data_facts, arms.open_data):
         cached.cache_clear()
     assert again(f"--data={copy}")
-
-
-@pytest.fixture
-def edit(tmp_path, monkeypatch):
-    """A function that edits a copy of the sources, which is hashed instead of them."""
-    copy = tmp_path / "sources"
-    for folder in (".", "data", "trainer", "baselines"):
-        (copy / folder).mkdir(parents=True)if not (copy / folder).is_dir() else None
-        for path in (ROOT / folder).glob("*.py"):
-            shutil.copyfile(path, copy / folder / path.name)
-    monkeypatch.setattr(arms, "PROJECT", copy)
-
-    def edit(file, old, new):
-        source = (copy / file).read_text(encoding="utf-8")
-        assert source.count(old) == 1, (file, old)
-        (copy / file).write_text(source.replace(old, new), encoding="utf-8")
-    return edit
 
 
 def test_changed_code_is_trained_anew_and_changed_words_are_found(edit, tiny, trained):
@@ -289,12 +243,11 @@ def test_changed_code_is_trained_anew_and_changed_words_are_found(edit, tiny, tr
         assert not again(), (file, new)
     for file, old, new in (
             ("train.py", "betas=(config.beta1, config.beta2)", "betas=(config.beta2, config.beta1)"),
-            ("train.py", "math.cos(math.pi * progress)", "math.cos(progress)"),
             ("train.py", "            if run.validation_due:\n                validate(run)\n",
              "        if run.validation_due:\n            validate(run)\n"),                             # out of the loop
+            ("train.py", "math.cos(math.pi * progress)", "math.cos(progress)"),
             ("data/tokens.py", "integers(ends[-1], size=batch_size)", "integers(ends[0], size=batch_size)"),
-            ("trainer/evaluate.py", "import math\n", "import math, os\n"),
-            ("model.py", "tril(S - T)", "tril()")):
+            ("trainer/evaluate.py", "import math\n", "import math, os\n"), ("model.py", "tril(S - T)", "tril()")):
         edit(file, old, new)
         assert again() and not again(), (file, new)
 
@@ -303,33 +256,50 @@ def test_the_hashes_cover_what_a_model_imports_and_kernels_only_if_they_are_used
     def code():
         return arms.code_of("baselines.lime", compiled=False), arms.code_of("whitematter", compiled=True)
     before = code()
-    assert "kernels" not in before[0] and len(set(map(str, before))) == 2
-    edit("cyclic.py", "import math\n", "import math as m\n")                       # of a file that whitematter.py imports
+    edit("cyclic.py", "import math\n", "import math as m\n")                        # whitematter.py imports it
     lime, whitematter = code()
     assert lime == before[0] and {name for name in whitematter if whitematter[name] != before[1][name]} == {"model"}
     edit("kernels.py", "recompile_limit = 64", "recompile_limit = 65")
-    assert {name for name, value in code()[1].items() if value != whitematter[name]} == {"kernels"}
+    assert code()[0] == lime and {name for name, value in code()[1].items() if value != whitematter[name]} == {"kernels"}
     edit("model.py", "tril(S - T)", "tril()")
     assert code()[0]["model"] != lime["model"] and code()[1]["model"] != whitematter["model"]
 
 
-def test_a_run_that_another_process_makes_is_refused_in_one_line(tiny, trained, tmp_path):
-    argv = ["--models=gpt", "--seeds=1", *tiny]
-    _, (arm,), _, _ = compare.plan(argv)
-    folder = compare.folder_of(arm, 1337)
-    folder.mkdir(parents=True)
-    lock = run_folder.Lock(folder, "compare.lock")
-    with pytest.raises(SystemExit, match="in use by process .* give the same command again"):
+def test_what_is_given_is_not_trained_again_and_says_whose_code_made_it(tiny, trained, tmp_path, monkeypatch, capsys):
+    """A baseline of another machine: its runs are paired with ours as they stand, and ours only are trained."""
+    compare.main(["--models=gpt", "--seeds=2", *tiny, "--out=base.json"])
+    base = json.loads(Path("base.json").read_text(encoding="utf-8"))
+    identity = base["arms"][0]["identity"]
+    identity["machine"]["torch"] = "2.99"
+    for run in base["runs"]:
+        run["val_loss"] += 1.0
+    (tmp_path / "room").mkdir()
+    monkeypatch.chdir(tmp_path / "room")
+    argv, same = ["--models=gpt,mudd", "--seeds=3", *tiny, "--given=../base.json", "--out=all.json"], identity["code"]
+    for code, label in ((same, ""), (same | dict(model="other"), "other code"),
+                        (same | dict(trainer="other"), "trainer differs"), ({"code": 1}, "other code")):
+        identity["code"] = code
+        Path("../base.json").write_text(json.dumps(base), encoding="utf-8")
         compare.main(argv)
-    lock.release()
-    assert not trained and not list(folder.iterdir())
-    compare.main(argv)
-    assert len(trained) == 1
+        out, runs = capsys.readouterr().out, results.read("all.json")["runs"]
+        assert out.count(", given") == 2 and (f"gpt ({label})" in out and f"{label}: these runs" in out) == bool(label)
+        assert [run.get("code", "") for run in runs] == [label, "", label, "", "", ""]
+    assert [name.rsplit("-", 1)[0] for name in trained[2:]] == ["mudd-s1337", "mudd-s1", "gpt-s2", "mudd-s2"]
+    assert [bool(run.get("given")) for run in runs] == [True, False, True, False, False, False]
+    values = results.read("all.json")["differences"][0]["values"]
+    assert values[1337] < -0.5 and values[1] < -0.5 and abs(values[2]) < 0.5
+    compare.main(["--models=gpt", "--seeds=2", *tiny, "--given=all.json", "--out=again.json"])
+    assert [run["code"] for run in results.read("again.json")["runs"]] == ["other code"] * 2     # the label stays
+    with pytest.raises(SystemExit, match="no arm of it"):
+        compare.main([*argv, "--max_iters=3"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs that stop, break or meet
 
 
 def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tiny, trained, capsys, monkeypatch):
-    argv = ["--models=gpt,mudd", "--seeds=2", *tiny]
-    plain = train.micro_batches
+    argv, plain = ["--models=gpt,mudd", "--seeds=2", *tiny], train.micro_batches
 
     def interrupted(self, step):
         self.stop = self.stop or step == 2 and len(trained) == 4                   # Ctrl-C in the last run's third step
@@ -353,29 +323,34 @@ def test_an_interrupted_comparison_keeps_whole_pairs_and_goes_on_bit_for_bit(tin
             whole[name] for name in ("val_loss", "curve", "validation")]
 
 
-def test_ctrl_c_in_the_last_step_of_a_run_does_not_start_the_next(tiny, trained, monkeypatch, capsys):
-    plain, argv = train.validate, ["--models=gpt,mudd", "--seeds=1", *tiny]
+def test_ctrl_c_in_the_last_validation_or_before_the_first_checkpoint_starts_no_other_run(tiny, trained, monkeypatch):
+    argv = ["--models=gpt,mudd", "--seeds=1", *tiny]
+    validate, log_step = train.validate, train.log_step
 
     def interrupted(self):
-        self.stop = self.step == 4                                                 # while the end is validated
-        plain(self)
-    monkeypatch.setattr(train, "validate", interrupted)
-    with pytest.raises(SystemExit):
-        compare.main(argv)
-    assert len(trained) == 1
-    monkeypatch.setattr(train, "validate", plain)
+        self.stop = self.step == 4
+        validate(self)
+
+    def killed(self, *args):
+        raise KeyboardInterrupt
+    for name, stop, plain, runs in (("log_step", killed, log_step, 1), ("validate", interrupted, validate, 2)):
+        monkeypatch.setattr(train, name, stop)
+        with pytest.raises(SystemExit):
+            compare.main(argv)
+        assert len(trained) == runs
+        monkeypatch.setattr(train, name, plain)
     compare.main(argv)
-    assert len(trained) == 3                         # the first only makes up its validation
+    assert len(trained) == 4                         # the first only makes up its validation
+    assert len(result("gpt-mudd.json")["runs"][0]["curve"]) == 4
 
 
-def test_a_damaged_folder_is_read_anew_or_trained_anew(tiny, trained, capsys):
+def test_a_damaged_folder_is_read_anew_or_trained_anew(tiny, trained):
     """A result that is cut off is made again from the log; a log or a checkpoint that is, from the first step."""
     argv = ["--models=gpt", "--seeds=1", *tiny]
     compare.main(argv)
-    whole = result("gpt.json")["runs"]
-    folder = Path("runs/compare", trained[0])
+    whole, folder = result("gpt.json")["runs"], Path("runs/compare", trained[0])
     log = (folder / "log.jsonl").read_text(encoding="utf-8")
-    for content in (json.dumps(whole[0])[:90], "{}", "[]"):
+    for content in (json.dumps(whole[0])[:90], "{}", "[]", json.dumps(whole[0] | dict(val_loss=None))):
         (folder / "result.json").write_text(content, encoding="utf-8")
         compare.main(argv)
         assert result("gpt.json")["runs"] == whole and len(trained) == 1
@@ -388,99 +363,77 @@ def test_a_damaged_folder_is_read_anew_or_trained_anew(tiny, trained, capsys):
         assert len(trained) == before + 1 and result("gpt.json")["runs"][0]["validation"] == whole[0]["validation"]
 
 
-def test_an_infinite_last_validation_is_a_divergence(tiny, monkeypatch):
-    """The very last step may spoil the weights: no later one notices."""
-    plain = evaluate.evaluate
+def test_a_run_that_another_process_makes_is_refused_in_one_line(tiny, trained):
+    argv = ["--models=gpt", "--seeds=1", *tiny]
+    folder = compare.folder_of(compare.plan(argv)[1][0], 1337)
+    folder.mkdir(parents=True)
+    lock = run_folder.Lock(folder, "compare.lock")
+    with pytest.raises(SystemExit, match="in use by process .* give the same command again"):
+        compare.main(argv)
+    lock.release()
+    assert not trained and not list(folder.iterdir())
+    compare.main(argv)
+    assert len(trained) == 1
+
+
+def test_a_diverged_run_is_a_result_and_stops_nothing(tiny, trained, monkeypatch, capsys):
+    """The last step may spoil the weights, too: no later one notices."""
+    plain, evaluated = train.refuse_non_finite, evaluate.evaluate
+    monkeypatch.setattr(train, "refuse_non_finite", lambda self, loss, norm: plain(
+        self, math.nan if self.step == 1 and self.config.learning_rate == 9 else loss, norm))
     monkeypatch.setattr(evaluate, "evaluate", lambda model, *args: (
-        (math.nan, math.nan) if model.config.norm_eps == 2 else plain(model, *args)))
-    compare.main(["--models=gpt,gpt:norm_eps=2", "--seeds=1", *tiny])
-    file = Path("runs/compare/gpt-gpt_norm_eps=2.json")
-    run = result(file.name)["runs"][1]
-    assert run["val_loss"] == "infinity" and "validation loss nan" in run["diverged"]
-    assert results.read(file)["runs"][1]["val_loss"] == math.inf and not re.search("NaN|Infinity", file.read_text())
+        (math.nan, math.nan) if model.config.norm_eps == 2 else evaluated(model, *args)))
+    compare.main(["--models=gpt,gpt:learning_rate=9,gpt:norm_eps=2", "--seeds=2", *tiny, "--out=all.json"])
+    report = results.read("all.json")
+    assert [row["verdict"] for row in report["differences"]] == ["diverged"] * 2 and len(trained) == 6
+    assert "diverged" in capsys.readouterr().out and "validation loss nan" in report["runs"][2]["diverged"]
+    assert report["runs"][1]["val_loss"] == report["runs"][2]["val_loss"] == math.inf
+    assert not re.search("NaN|Infinity", Path("all.json").read_text(encoding="utf-8"))
 
 
 def test_too_little_memory_is_one_line(tiny, monkeypatch):
     monkeypatch.setattr(train, "train", lambda run: torch.empty(10 ** 15))
-    with pytest.raises(SystemExit, match="out of memory; lower --batch_size") as error:
+    with pytest.raises(SystemExit, match="^compare: out of memory; lower --batch_size.*$"):
         compare.main(["--models=gpt", *tiny])
-    assert "\n" not in str(error.value)
 
 
 def test_results_are_not_written_over_what_is_read_or_is_no_result(tiny, trained):
     compare.main(["--models=gpt,mudd", "--seeds=1", *tiny, "--out=a.json"])
+    before = Path("a.json").read_bytes()
     Path("other.json").write_text('{"name": 1}', encoding="utf-8")
-    Path("b.json").write_text(json.dumps(planted(0, 0, [1])), encoding="utf-8")
+    files(planted(0, 0, [1]), planted(0, 0, [2]))
     for argv, sentence in (([*tiny, "--seeds=1", "--given=a.json", "--out=a.json"], "is read as well"),
                            ([*tiny, "--seeds=1", "--out=other.json"], "is no result of tools.compare"),
                            ([*tiny, "--seeds=1", "--out=other.json/a.json"], "cannot be written"),
-                           (["--merge", "b.json", "c.json", "--out=b.json"], "is read as well")):
-        Path("c.json").write_text(json.dumps(planted(0, 0, [2])), encoding="utf-8")
+                           (["--merge", "0.json", "1.json", "--out=0.json"], "is read as well")):
         with pytest.raises(SystemExit, match=sentence):
             compare.main(argv)
-    assert len(trained) == 2 and result("../../a.json")["runs"] and Path("other.json").read_text() == '{"name": 1}'
-
-
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(tiny, trained, monkeypatch):
-    plain, argv = train.log_step, ["--models=gpt", "--seeds=1", *tiny]
-    monkeypatch.setattr(train, "log_step", lambda self, *args: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(SystemExit):
-        compare.main(argv)
-    monkeypatch.setattr(train, "log_step", plain)
-    compare.main(argv)
-    assert len(result("gpt.json")["runs"][0]["curve"]) == 4
-
-
-def test_a_diverged_run_is_a_result_and_stops_nothing(tiny, trained, monkeypatch, capsys):
-    plain = train.refuse_non_finite
-    monkeypatch.setattr(train, "refuse_non_finite", lambda self, loss, norm: plain(
-        self, math.nan if self.step == 1 and self.config.learning_rate == 9 else loss, norm))
-    compare.main(["--models=gpt,gpt:learning_rate=9", "--seeds=2", *tiny])
-    row, = result("gpt-gpt_learning_rate=9.json")["differences"]
-    assert row["verdict"] == "diverged" and len(trained) == 4
-    assert "diverged" in capsys.readouterr().out
+    assert len(trained) == 2 and Path("a.json").read_bytes() == before
+    assert Path("other.json").read_text() == '{"name": 1}'
 
 
 def test_the_figure_draws_what_diverged_or_is_one_seed_or_of_other_lengths_too(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
     plain = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: plain(self, path, dpi=dpi / 5))
-    reports = [planted(-0.01, 0.0, seeds=(0,)), planted(math.inf, 0.0, diverged="step 1"),
+    reports = [planted(-0.01, 0.0, seeds=(0,)), planted(math.inf, 0.0, diverged="step 1", validation=[]),
                planted(-0.01, 0.001, validation=[(100, 2.0)]), planted(0, 0) | dict(differences=[])]
     for n, report in enumerate(reports):
         figure.figure(report, tmp_path / f"{n}.png")
         assert (tmp_path / f"{n}.png").stat().st_size > 5_000
 
 
-def test_processes_on_other_seeds_write_elsewhere_and_are_found(tiny, trained):
-    compare.main(["--models=gpt,value_residual", "--seeds=1", *tiny])
-    compare.main(["--models=gpt,value_residual", "--seeds=2", "--first_seed=1", *tiny])
-    name = "gpt-value_residual"
-    assert {path.name for path in Path("runs/compare").glob("*.json")} == {f"{name}.json", f"{name}-from-seed-1.json"}
-    compare.main(["--models=gpt,value_residual", "--seeds=3", *tiny])
-    assert len(trained) == 6 and result("gpt-value_residual.json")["differences"][0]["n"] == 3
-
-
-def test_without_matplotlib_the_results_are_there(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "figure", figure.figure)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    compare.main(["--models=gpt,mudd", "--seeds=1", *tiny])
-    assert "pip install matplotlib" in capsys.readouterr().out.splitlines()[-1]
-    assert result("gpt-mudd.json")["runs"] and not Path("runs/compare/gpt-mudd.png").exists()
-
-
-def test_quick_is_two_arms_one_seed_of_a_shorter_run(tiny, tiny_data, trained, capsys):
-    config, chosen, _, _ = compare.plan(["--quick", f"--data={tiny_data}"])
-    assert [arm.label for arm in chosen] == ["gpt", "value_residual"] and config.seeds == 1
-    whole = configs.load_preset("compare")
-    assert chosen[0].config.n_layer == whole["n_layer"]
-    assert chosen[0].steps == compare.QUICK["max_iters"] < whole["max_iters"]
-    compare.main(["--quick", "--models=gpt,mudd,lime", *tiny])
-    assert len(trained) == 2 and "One seed shows nothing by itself" in capsys.readouterr().out
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Equal cost, and each arm at its best
+
+
+def test_quick_is_two_arms_one_seed_of_a_shorter_run(tiny, tiny_data):
+    config, chosen, _, _ = compare.plan(["--quick", f"--data={tiny_data}"])
+    whole = configs.load_preset("compare")
+    assert [arm.label for arm in chosen] == ["gpt", "value_residual"] and config.seeds == 1
+    assert chosen[0].config.n_layer == whole["n_layer"]
+    assert chosen[0].steps == compare.QUICK["max_iters"] < whole["max_iters"]
+    assert len(compare.plan(["--quick", "--models=gpt,mudd,lime", *tiny])[1]) == 2
 
 
 def weights(L, D, F, heads=2):
@@ -504,28 +457,22 @@ def test_match_by_width_is_the_nearest_baseline_and_says_by_how_much_it_misses(t
         for d_ff in (c.d_ff - 8, c.d_ff + 8):
             assert abs(weights(2, c.n_embd, d_ff) / arm.parameters - 1) >= abs(miss)
     assert chosen[0].config.n_embd < chosen[2].config.n_embd and chosen[3].parameters == weights(4, 16, 24)
+    wide = ["--n_embd=2", "--n_head=2", "--head_dim=4", "--d_ff=8"]                # heads wider than their share
+    _, (base, _), _, _ = compare.plan(["--models=gpt,gpt:n_layer=3", "--match=params", *tiny, *wide])
+    assert base.config.n_embd == 4 and base.config.head_dim == 4
 
 
-def test_match_by_depth(tiny):
-    _, (base, arm), _, (remark,) = compare.plan(["--models=gpt,whitematter", "--match=flops", "--match_by=depth", *tiny])
+def test_match_by_depth_and_an_arm_that_is_its_own_match(tiny):
+    argv = ["--match=flops", "--match_by=depth", *tiny]
+    _, (base, arm), _, (remark,) = compare.plan(["--models=gpt,whitematter", *argv])
     n = base.config.n_layer
     assert base.training_flops == 128 * flops(n, 16, 24, 16)
     assert f"mismatch {base.training_flops / arm.training_flops - 1:+.2%}" in remark
     for other in (n - 1, n + 1):
         assert abs(128 * flops(other, 16, 24, 16) - arm.training_flops) >= abs(base.training_flops - arm.training_flops)
-
-
-def test_an_arm_that_is_its_own_match_is_a_baseline(tiny):
-    """Four layers match themselves, and WhiteMatter as well."""
-    for models in ("gpt,whitematter,gpt:n_layer=4", "gpt,gpt:n_layer=4,whitematter"):
-        _, chosen, _, _ = compare.plan([f"--models={models}", "--match=flops", "--match_by=depth", *tiny])
-        assert {arm.label: arm.base for arm in chosen} == {"gpt:n_layer=4": None, "whitematter": "gpt:n_layer=4"}
-
-
-def test_a_head_wider_than_its_share_can_be_matched(tiny):
-    flags = ["--n_embd=2", "--n_head=2", "--head_dim=4", "--d_ff=8"]
-    _, (base, _), _, _ = compare.plan(["--models=gpt,gpt:n_layer=3", "--match=params", *tiny, *flags])
-    assert base.config.n_embd == 4 and base.config.head_dim == 4
+    for models in (f"gpt,whitematter,{base.label}", f"gpt,{base.label},whitematter"):
+        _, chosen, _, _ = compare.plan([f"--models={models}", *argv])
+        assert {arm.label: arm.base for arm in chosen} == {base.label: None, "whitematter": base.label}
 
 
 def test_each_other_arm_is_compared_with_its_own_matched_baseline(tiny):
@@ -537,8 +484,7 @@ def test_each_other_arm_is_compared_with_its_own_matched_baseline(tiny):
 
 
 def test_a_sweep_reports_each_arm_at_its_best_rate(tiny, monkeypatch, capsys):
-    best = {"gpt": 2e-3, "mudd": 1e-3}
-    plain = compare.read_log
+    best, plain = {"gpt": 2e-3, "mudd": 1e-3}, compare.read_log
 
     def planted(folder, arm, seed, diverged):
         rate, model = float(arm.settings["learning_rate"]), arm.settings["model"]
@@ -558,43 +504,17 @@ def test_a_sweep_reports_each_arm_at_its_best_rate(tiny, monkeypatch, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Many machines
+# Files, and many machines
 
 
 def files(*reports):
     for n, report in enumerate(reports):
-        Path(f"{n}.json").write_text(json.dumps(report), encoding="utf-8")
+        results.write(f"{n}.json", report)
     return [f"{n}.json" for n in range(len(reports))]
 
 
-def test_merge_pairs_within_a_machine_and_takes_the_interval_over_machines(tmp_path, monkeypatch, capsys):
-    """Machines' means -0.01, -0.02 and -0.03, from two seeds, one and one: mean -0.02 +- 0.024841."""
-    monkeypatch.chdir(tmp_path)
-    names = files(planted(-0.01, 0.0, [1, 2]), planted(-0.02, 0.0, [3]), planted(-0.03, 0.0, [4]))
-    monkeypatch.setattr(compare, "figure", figure.figure)
-    compare.main(["--merge", *names, "--out=all.json"])
-    row, = json.loads(Path("all.json").read_text())["differences"]
-    numbers = [row[name] for name in ("n", "mean", "low", "high")]
-    assert numbers == pytest.approx([3, -0.02, -0.044841, 0.004841], abs=1e-6)
-    assert "-0.0200 (0.0100)" in capsys.readouterr().out and Path("all.png").exists()
-    compare.main([f"--merge={names[0]}", names[1]])
-    assert "-0.0150" in capsys.readouterr().out
-
-
-def test_results_of_real_runs_merge(tiny, capsys):
-    for seed in (1, 2):
-        compare.main(["--models=gpt,value_residual", "--seeds=1", f"--first_seed={seed}", f"--out={seed}.json", *tiny])
-    compare.main(["--merge", "1.json", "2.json"])
-    row, = result("merged.json")["differences"]
-    assert row["n"] == 2 and row["sd"] is not None
-    compare.main(["--models=gpt,value_residual", "--seeds=1", "--first_seed=3", "--out=3.json", *tiny,
-                  "--weight_decay=0"])
-    with pytest.raises(SystemExit, match="weight_decay of gpt is 0.0, and 0.1 in 1.json"):
-        compare.main(["--merge", "1.json", "3.json"])
-
-
-def changed(change, seeds=(2,)):
-    report = json.loads(json.dumps(planted(0, 0, seeds)))
+def changed(change):
+    report = json.loads(json.dumps(planted(0, 0, [2])))
     change(report)
     return json.dumps(report)
 
@@ -623,20 +543,20 @@ def of_arm(**facts):
     *((of_arm(identity=value), "identity of mudd") for value in (
         [], None, {}, dict.fromkeys(results.PARTS, []), dict.fromkeys(results.PARTS, dict(a=[[1]])))),
     (changed(lambda report: report.update(files=["a"])), "it is merged"),
-    (of_arm(identity=dict(train={"max_iters": 4}, model=dict(n_layer=3), data=dict(train=9), code=CODE)),
+    (of_arm(identity=dict(train=dict(max_iters=4), model=dict(n_layer=3), data=dict(train=9), code=CODE)),
      "n_layer of mudd is 3, and 2 in 0.json"),
-    (changed(lambda report: report["runs"][1].update(seed=3)), "no arm in common"),
+    (changed(lambda report: report["runs"][1].update(seed=3)), "1.json have no arm in common"),
     (changed(lambda report: [run.update(seed="1") for run in report["runs"]]), "both have seed 1"),
 ])
-def test_a_damaged_file_is_refused_in_one_line_that_names_it(content, sentence, tmp_path, monkeypatch):
+def test_a_damaged_or_unfit_file_is_refused_in_one_line_that_names_it(content, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files(planted(0, 0, [1]))
     if content is not None:
         Path("1.json").write_text(content, encoding="utf-8")
     with pytest.raises(SystemExit, match=sentence) as error:
         compare.main(["--merge", "0.json", "1.json"])
-    assert "\n" not in str(error.value) and (len(str(error.value)) < 300) and not Path("runs").exists()
-    assert "1.json" in str(error.value) or sentence == "no arm in common"
+    line = str(error.value)
+    assert "\n" not in line and len(line) < 300 and "1.json" in line and not Path("runs").exists()
 
 
 def test_differences_are_computed_from_the_runs_whatever_a_file_says(tmp_path, monkeypatch):
@@ -646,23 +566,41 @@ def test_differences_are_computed_from_the_runs_whatever_a_file_says(tmp_path, m
         assert results.read("0.json")["differences"] == planted(0, 0, [2])["differences"]
 
 
-def test_machines_of_other_code_merge_and_say_so(tmp_path, monkeypatch, capsys):
+def test_merge_pairs_within_a_machine_and_takes_the_interval_over_machines(tmp_path, monkeypatch, capsys):
+    """Machines' means -0.01, -0.02 and -0.03, from two seeds, one and one: mean -0.02 +- 0.024841."""
     monkeypatch.chdir(tmp_path)
-    for code, facts, label in ((CODE, {}, ""), (dict(CODE, trainer="u"), {}, "trainer differs"),
-                               (dict(CODE, model="u"), {}, "other code"), ({"code": 1}, {}, "other code"),
-                               (CODE, dict(code="other code"), "other code"), (dict(CODE, kernels="k"), {}, "")):
-        theirs = planted(-0.01, 0.0, [2], **facts)
-        for arm in theirs["arms"]:
-            arm["identity"]["code"] = code
-        compare.main(["--merge", *files(planted(-0.01, 0.0, [1]), theirs)])
-        assert result("merged.json")["differences"][0]["code"] == label
-        assert ("mudd to gpt (" in re.sub(r"\s*\|[^\n]*\n\| *", " ", capsys.readouterr().out)) == bool(label)
-
-
-def test_one_file_is_not_many_machines(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    names = files(planted(-0.01, 0.0, [1, 2]), planted(-0.02, 0.0, [3]), planted(-0.03, 0.0, [4]))
+    compare.main(["--merge", *names, "--out=all.json"])
+    row, = json.loads(Path("all.json").read_text(encoding="utf-8"))["differences"]
+    numbers = [row[name] for name in ("n", "mean", "low", "high")]
+    assert numbers == pytest.approx([3, -0.02, -0.044841, 0.004841], abs=1e-6)
+    assert "-0.0200 (0.0100)" in capsys.readouterr().out and Path("all.png").exists()
+    compare.main([f"--merge={names[0]}", names[1]])
+    assert "-0.0150" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="at least two"):
-        compare.main(["--merge", *files(planted(0, 0))])
+        compare.main(["--merge", names[0], names[0]])
+
+
+@pytest.mark.parametrize("code, facts, label", [
+    (CODE, {}, ""), (CODE | dict(kernels="k"), {}, ""), (CODE | dict(trainer="u"), {}, "trainer differs"),
+    (CODE | dict(model="u"), {}, "other code"), ({"code": 1}, {}, "other code"), (CODE, dict(code="other code"), "other code")])
+def test_machines_of_other_code_merge_and_say_so(code, facts, label, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    theirs = planted(-0.01, 0.0, [2], **facts)
+    for arm in theirs["arms"]:
+        arm["identity"]["code"] = code
+    compare.main(["--merge", *files(planted(-0.01, 0.0, [1]), theirs)])
+    assert result("merged.json")["differences"][0]["code"] == label
+    assert (f"\n{label}: these runs" in capsys.readouterr().out) == bool(label)
+    assert (f"mudd to gpt ({label})" in Path("runs/compare/merged.table.md").read_text()) == bool(label)
+
+
+def test_results_of_real_runs_merge(tiny):
+    for seed in (1, 2):
+        compare.main(["--models=gpt,value_residual", "--seeds=1", f"--first_seed={seed}", f"--out={seed}.json", *tiny])
+    compare.main(["--merge", "1.json", "2.json"])
+    row, = result("merged.json")["differences"]
+    assert row["n"] == 2 and row["sd"] is not None and row["code"] == ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -190,8 +190,8 @@ def merge(paths):
     shared = [(label, row["base"]) for label, row in rows[first].items()
               if all(label in rows[path] and rows[path][label]["base"] == row["base"] for path in others)]
     if not shared:
-        raise SettingError("these files have no arm in common that is compared with the same baseline: use the same "
-                           "--models on all machines")
+        raise SettingError(f"{' and '.join(map(str, paths))} have no arm in common that is compared with the same "
+                           f"baseline: use the same --models on all machines")
     merged = []
     for arm, base in shared:
         changed = [run.get("code") for path in paths for label in (arm, base)
