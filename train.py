@@ -416,17 +416,6 @@ def read_settings(settings):
     return *configs.build(settings, TrainConfig, config_class, models=known), model_class
 
 
-def checked(function, *arguments):
-    """function(*arguments), its ValueError or OSError as a SettingError: for tools whose main has no boundary yet."""
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        raise SettingError(str(error)) from None
-    except OSError as error:
-        raise SettingError(f"{error.filename} cannot be used ({error.strerror}): name another folder, or see to its "
-                           f"permissions") from None
-
-
 @program("train.py")
 def main(argv):
     settings = configs.read(argv)

@@ -35,7 +35,7 @@ import data
 import kernels
 import train
 from configs import SettingError
-from tools import arms
+from tools.compare import arms
 from trainer.console import program
 from trainer.device import out_of_memory, usable_device
 from trainer.flops import flops_of, training_flops

@@ -19,14 +19,14 @@ FILES = ("log.jsonl", "best.pt", "last.pt")
 class Lock:
     """A lock of a folder by this process. The operating system releases it when the process dies, however it dies."""
 
-    def __init__(self, folder):
-        self.path = Path(folder) / "lock"
+    def __init__(self, folder, name="lock", remedy="wait until it ends, or name another --out_dir"):
+        self.path = Path(folder) / name
         while True:
             self.file = open(self.path, "a+", encoding="utf-8")
             if not self.taken():
                 owner = self.read_owner()
                 self.file.close()
-                raise SettingError(f"{folder} is in use by {owner}: wait until it ends, or name another --out_dir")
+                raise SettingError(f"{folder} is in use by {owner}: {remedy}")
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno())):
                     break

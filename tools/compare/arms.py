@@ -1,14 +1,15 @@
 """
-What tools.compare trains: arms, the studies that name lists of them, baselines of equal cost, and sweeps.
+What a comparison trains: arms, the studies that name lists of them, baselines of equal cost, and sweeps.
 
 An arm is a model with settings of its own, written as model:setting=value:setting=value. A study is a function of the
 number of layers L and gives groups of arms; the first arm of a group is the baseline of the others in it.
 """
+import ast
 import bisect
 import functools
+import hashlib
 import json
 import re
-import sys
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,16 +89,16 @@ def make_arm(label, shared):
                                    f"{name},{other}:{setting}={shared[setting]}")
     settings = shared | own | dict(model=name)
     config, model_config, model_class = train.read_settings(settings)
-    vocab_size = data_facts(config.data)["vocab_size"]
+    meta, tokens = open_data(config.data)
+    vocab_size = meta["vocab_size"]
     if "vocab_size" not in settings:
         model_config.vocab_size = vocab_size
     if model_config.vocab_size < vocab_size:
         raise SettingError(f"vocab_size={model_config.vocab_size} is smaller than the {vocab_size} ids of the text: "
                            f"leave it out of {label} and of the settings of all")
-    tokens = train.checked(data.open_tokens, data.dataset(config.data), "train", vocab_size)
-    train.checked(data.batch, tokens, 0, 0, 1, model_config.block_size)          # so long a piece of text is there
+    data.batch(tokens["train"], 0, 0, 1, model_config.block_size)        # refuses a text that is shorter than a block
     with torch.device("meta"):
-        model = train.checked(model_class, model_config)
+        model = model_class(model_config)
     flops = train.flops_of(model_class, model_config)
     tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * model_config.block_size
     return Arm(label, settings, identity(config, model), model_config, sum(p.numel() for p in model.parameters()),
@@ -156,29 +157,96 @@ def identity(config, model):
     machine = dict(device=train.device_name(device), dtype=str(dtype), compiled=compiled, torch=torch.__version__)
     facts = dict(train={name: value for name, value in asdict(config).items() if name not in ELSEWHERE},
                  model={name: value for name, value in asdict(model.config).items() if name != "seed"},
-                 data=data_facts(config.data), code=dict(code=code_of(*map(type, model.modules()))), machine=machine)
+                 data=data_facts(config.data), code=code_of(type(model).__module__, compiled), machine=machine)
     return json.loads(json.dumps(facts))
+
+
+@functools.cache
+def open_data(name):
+    """(meta.json as a dict, {split: its tokens}) of a data set."""
+    folder = data.dataset(name)
+    meta = data.read_meta(folder)
+    return meta, {split: data.open_tokens(folder, split, meta["vocab_size"]) for split in ("train", "val")}
 
 
 @functools.cache
 def data_facts(name):
     """What the text is: its tokenizer, its length, and a checksum of the first million tokens of each split."""
-    folder = train.checked(data.dataset, name)
-    meta = train.checked(data.read_meta, folder)
+    meta, splits = open_data(name)
     facts = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"])
-    for split in ("train", "val"):
-        tokens = train.checked(data.open_tokens, folder, split, meta["vocab_size"])
+    for split, tokens in splits.items():
         first = tokens.rows(0, [0], min(2 ** 20, tokens.shards[0].count))
         facts |= {split: len(tokens), f"{split}_checksum": zlib.crc32(first)}
     return facts
 
 
-def code_of(*classes):
-    """A checksum of the files that define a model's classes, comments, docstrings and spaces left out."""
-    modules = {base.__module__ for cls in classes for base in cls.__mro__}
-    modules = {module for module in modules if not module.startswith(("torch", "builtins"))}
-    source = "".join(Path(sys.modules[module].__file__).read_text(encoding="utf-8") for module in sorted(modules))
-    return zlib.crc32("".join(re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.DOTALL).split()).encode())
+PROJECT = Path(train.__file__).parent
+WITHOUT_EFFECT = {"console.py", "finish.py", "text.py"}      # of trainer/: they change no loss
+
+
+def code_of(module, compiled):
+    """Hashes of the code that makes a result: the model's files, the trainer's, and kernels.py if it is used."""
+    trainer = [PROJECT / "train.py", *(PROJECT / "data").glob("*.py"),
+               *(path for path in (PROJECT / "trainer").glob("*.py") if path.name not in WITHOUT_EFFECT)]
+    code = dict(model=hash_of(files_of(module)), trainer=hash_of(trainer))
+    return code | (dict(kernels=hash_of([PROJECT / "kernels.py"])) if compiled else {})
+
+
+def files_of(module):
+    """The file of a model's module, and of the modules of this project that it imports at its top level, and so on."""
+    found, todo = set(), [module]
+    while todo:
+        name = todo.pop()
+        path = PROJECT / f"{name.replace('.', '/')}.py"
+        if name != "kernels" and path.is_file() and path not in found:
+            found.add(path)
+            for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+                todo += imported_by(statement)
+    return found
+
+
+def imported_by(statement):
+    """The names of the modules that an import statement may mean; nothing for another statement."""
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    if isinstance(statement, ast.ImportFrom):
+        return [statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)]
+    return []
+
+
+def hash_of(paths):
+    text = "".join(path.relative_to(PROJECT).as_posix() + structure_of(path.read_text(encoding="utf-8"))
+                   for path in sorted(paths))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def structure_of(source):
+    """The structure of a file's code as text, alike in all versions of Python (ast.dump is not). Comments, blank lines
+    and docstrings do not count, nor does train.py's list of models: a new model changes no result of another."""
+    tree = ast.parse(source)
+    if any(assigns_models(statement) for statement in tree.body):
+        models = {model_class.__module__ for _, model_class in train.MODELS.values()}
+        tree.body = [statement for statement in tree.body if not assigns_models(statement)
+                     and not (isinstance(statement, ast.ImportFrom) and statement.module in models)]
+    return str(structure(tree))
+
+
+def assigns_models(statement):
+    return isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "MODELS"
+
+
+def structure(node):
+    """A node as (its type, its fields that are not empty), a list as a list, a name or number as text."""
+    if isinstance(node, list):
+        return [structure(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    can_have_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    if can_have_docstring and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:]
+    return type(node).__name__, [(name, structure(value)) for name, value in fields.items() if value not in (None, [])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,7 +258,7 @@ def cost(kind, arm):
 
 
 def matched(kind, by, plain, arm, shared):
-    """The baseline `plain`, made wider, deeper or longer trained until its cost is the nearest to the arm's.
+    """The baseline `plain`, made wider or deeper until its cost is the nearest to the arm's.
 
     width: n_embd in steps that keep its heads whole, d_ff in proportion; then d_ff alone, in eights, for what is left.
     """
@@ -205,8 +273,6 @@ def matched(kind, by, plain, arm, shared):
 
     if by == "depth":
         return nearest(range(1, 4 * c.n_layer + 1), lambda n: dict(n_layer=n))
-    if by == "tokens":
-        return nearest(range(1, 8 * plain.steps + 1), lambda n: dict(max_iters=n))
     step = 2 * c.n_head
     widths = range(max(step, c.n_embd // 2 // step * step), max(step, 2 * c.n_embd) + 1, step)
     wide = nearest(widths, lambda D: dict(n_embd=D, d_ff=max(1, round(c.d_ff * D / c.n_embd / 8)) * 8))

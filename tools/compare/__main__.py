@@ -14,7 +14,7 @@ Any setting of train.py holds for all arms, as in --max_iters=300; a preset may 
 the baseline. What the table says of each arm:
 
     nats per token     exact loss over every held-out token after the last step, mean and standard deviation over seeds
-    difference         to the baseline, paired by seed, with its 95 % interval: tools/verdict.py has the formulas
+    difference         to the baseline, paired by seed, with its 95 % interval: tools/compare/verdict.py has the formulas
     verdict            lower, higher, or not shown: the interval holds zero. One seed shows nothing by itself
     parameters, training FLOPs, seconds per step     ratios to the baseline's, whose row has the amounts. FLOPs are of
                        the whole training, head included, as flops_per_token counts; seconds are the median step's,
@@ -22,9 +22,10 @@ the baseline. What the table says of each arm:
     tokens to its loss     the share of the baseline's tokens after which the arm has the baseline's final loss, read
                        on a straight line between validations (every --eval_interval steps), or "never"
 
-Each run lies in runs/compare/<model>-s<seed>-<hash>, the hash over all that determines its result. A finished run is
-found again, an interrupted one resumed; a changed setting, text or model file makes another run. Delete a folder to
-repeat it.
+Each run lies in runs/compare/<model>-s<seed>-<hash>, the hash over all that determines its result: settings, text, and
+the code of model and trainer, without comments. A finished run is found again, an interrupted one resumed; any change
+makes another run. Delete a folder to repeat it. Runs of --given and --merge are taken although their code differs. The
+table then says "other code" (of the model, or unknown) or "trainer differs" behind the arm.
 """
 import contextlib
 import hashlib
@@ -35,11 +36,16 @@ import math
 import os
 import re
 import shlex
+import shutil
 import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from trainer.console import program, starting
+
+starting(__name__)                       # until main runs, Ctrl-C ends the imports below without a traceback
 
 import torch
 
@@ -47,7 +53,8 @@ import configs
 import data
 import train
 from configs import SettingError
-from tools import arms, verdict
+from tools.compare import arms, results, verdict
+from tools.compare.figure import figure
 from trainer import checkpoint, run_folder
 
 RUNS = Path("runs", "compare")
@@ -61,7 +68,7 @@ class CompareConfig:
     seeds: int | None = None                 # runs of each arm, from the seeds 1337, 1, 2, ... (default: 3; --quick: 1)
     first_seed: int | None = None            # from the seeds first_seed, first_seed + 1, ... instead: another machine's
     match: str = ""                          # params or flops: train beside each arm a baseline of equal cost
-    match_by: str = "width"                  # what of the baseline changes: width, depth, or (flops only) tokens
+    match_by: str = "width"                  # what of the baseline changes: width or depth
     sweep: str = ""                          # a setting, such as learning_rate: report each arm at its best value
     sweep_values: tuple[float, ...] = ()     # the values to try (default: half, once and twice the preset's)
     given: str = ""                          # a result of any machine, whose runs of these arms and seeds are taken
@@ -70,15 +77,13 @@ class CompareConfig:
 
     def __post_init__(self):
         for name, words in (("study", ("", *arms.STUDIES)), ("match", ("", "params", "flops")),
-                            ("match_by", ("width", "depth", "tokens"))):
+                            ("match_by", ("width", "depth"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"--{name}={getattr(self, name)}: choose one of {', '.join(filter(None, words))}")
         if self.match_by != "width" and not self.match:
             raise ValueError(f"--match_by={self.match_by} says how to match, not what: give --match too")
         if self.sweep_values and not self.sweep:
             raise ValueError("--sweep_values without --sweep: name the setting, as in --sweep=learning_rate")
-        if self.match_by == "tokens" and self.match == "params":
-            raise ValueError("--match=params --match_by=tokens: more tokens are no more parameters; give --match=flops")
         self.seeds = (1 if self.quick else 3) if self.seeds is None else self.seeds
         if self.seeds < 1:
             raise ValueError(f"--seeds={self.seeds}: give a whole number of at least 1")
@@ -159,21 +164,6 @@ def train_all(chosen, seeds, given):
         return runs, False
 
 
-def given_runs(path, chosen):
-    """{(label, seed): run} of a result of any machine, for the arms whose settings, text and code are as here."""
-    report = verdict.read_report(path)
-    if not verdict.whole(report):
-        raise SettingError(f"--given={path} is no result of tools.compare on one machine: name a .json file of it")
-    runs = {}
-    for arm, theirs in itertools.product(chosen, report["arms"]):
-        if verdict.difference_of(arm.identity, theirs["identity"]) is None:
-            runs |= {(arm.label, seed): run | dict(arm=arm.label, given=[*run.get("given", []), path])
-                     for seed, run in verdict.runs_of(report, theirs["label"]).items()}
-    if not runs:
-        raise SettingError(f"--given={path}: no arm of it has the settings, text and code of one here: leave it out")
-    return runs
-
-
 def folder_of(arm, seed):
     digest = hashlib.sha256(json.dumps(arm.identity | dict(seed=seed), sort_keys=True).encode()).hexdigest()
     return RUNS / f"{arm.settings['model']}-s{seed}-{digest[:8]}"
@@ -182,30 +172,35 @@ def folder_of(arm, seed):
 def run_one(arm, seed):
     """Train one run, from its last checkpoint where it has one -> its result, which is kept."""
     folder = folder_of(arm, seed)
-    resumed = whole_checkpoint(folder, arm)
-    settings = arm.settings | dict(seed=seed, out_dir=str(folder), overwrite=resumed is None)
-    diverged, stop = None, False
-    if resumed is None or resumed["validated"] < arm.steps:
-        with contextlib.redirect_stdout(io.StringIO()):      # its progress bar, on stderr, is left
-            run = train.prepare(settings, resumed)
-            try:
-                train.train(run)
-            except train.Diverged as error:
-                diverged = str(error)
-            stop = run.stop
-    write_json(folder / "result.json", read_log(folder, arm, seed, diverged))
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = run_folder.Lock(folder, "compare.lock", "wait until it ends, then give the same command again")
+    try:
+        if run := read_result(folder):                       # of a process that had the lock until now
+            return run
+        resumed = whole_checkpoint(folder, arm)
+        settings = arm.settings | dict(seed=seed, out_dir=str(folder), overwrite=resumed is None)
+        diverged, stop = None, False
+        if resumed is None or resumed["validated"] < arm.steps:
+            with contextlib.redirect_stdout(io.StringIO()):  # its progress bar, on stderr, is left
+                run = train.prepare(settings, resumed)
+                try:
+                    train.train(run)
+                except train.Diverged as error:
+                    diverged = str(error)
+                stop = run.stop
+        result = read_log(folder, arm, seed, diverged)
+        results.write(folder / "result.json", result)
+    finally:
+        lock.release()
     if stop:                                                 # Ctrl-C after the last step began: the trainer just ends
         raise KeyboardInterrupt
-    return read_result(folder)
+    return result
 
 
 def read_result(folder):
     """The result of a finished run; None where there is none, or none that can be read."""
-    try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        return result if verdict.RUN - {"arm"} <= result.keys() else None
-    except (OSError, ValueError, AttributeError):
-        return None
+    with contextlib.suppress(SettingError, results.Unusable):
+        return results.check_run(dict(arm="") | results.load(folder / "result.json"))
 
 
 def whole_checkpoint(folder, arm):
@@ -228,26 +223,19 @@ def read_records(folder, step):
 
 
 def read_log(folder, arm, seed, diverged):
-    """A run's log.jsonl -> its result. A run that diverged has an infinite loss."""
+    """A run's log.jsonl -> its result."""
     head, steps, checks = read_records(folder, arm.steps)
-    config = head["train_config"]
-    if not diverged and not math.isfinite(checks[-1]["val_loss"]):       # spoilt by the very last step
-        diverged = f"validation loss {checks[-1]['val_loss']}"
-    per_step = config["batch_size"] * config["gradient_accumulation_steps"] * arm.config.block_size
-    last = checks[-1] if not diverged else dict(val_loss=math.inf, bits_per_byte=math.inf)
+    per_step = head["train_config"]["batch_size"] * head["train_config"]["gradient_accumulation_steps"]
+    per_step *= arm.config.block_size
+    last = dict(val_loss=math.inf, bits_per_byte=math.inf) if diverged else checks[-1]
     return dict(
-        model=config["model"], seed=seed, val_loss=last["val_loss"], bits_per_byte=last["bits_per_byte"],
-        parameters=head["parameters"], training_flops=arm.training_flops, steps=arm.steps, tokens=arm.steps * per_step,
-        seconds_per_step=statistics.median([record["seconds"] for record in steps] or [math.nan]),
-        curve=[(record["step"] * per_step, record["loss"]) for record in steps],
-        validation=[(record["step"] * per_step, record["val_loss"]) for record in checks] or [(0, math.inf)],
+        model=arm.settings["model"], seed=seed, val_loss=last["val_loss"], bits_per_byte=last["bits_per_byte"],
+        parameters=arm.parameters, training_flops=arm.training_flops, steps=arm.steps, tokens=arm.steps * per_step,
+        seconds_per_step=statistics.median(record["seconds"] for record in steps) if steps else None,
+        curve=[[record["step"] * per_step, record["loss"]] for record in steps],
+        validation=[[record["step"] * per_step, record["val_loss"]] for record in checks],
         diverged=diverged, threads=torch.get_num_threads(), settings=arm.settings,
         **{name: head[name] for name in ("device", "dtype", "compiled", "torch", "python", "commit")})
-
-
-def write_json(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text(path, json.dumps(content) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,22 +263,29 @@ def choose(setting, chosen, sweep, runs):
 
 
 def make_report(argv, chosen, runs):
-    report = dict(format=verdict.FORMAT, command=command(argv), runs=runs,
-                  arms=[dict(label=arm.label, base=arm.base, identity=arm.identity) for arm in chosen])
-    return report | dict(differences=verdict.compare_runs(report))
+    return results.make(command(argv), [dict(label=arm.label, base=arm.base, identity=arm.identity) for arm in chosen],
+                        runs)
 
 
 def command(argv):
     return shlex.join(["python", "-m", "tools.compare", *argv])
 
 
+LABELS = {"other code": "these runs were made by other code of the model than the arm has now, or by unknown code.",
+          "trainer differs": "these runs were made by other code of the trainer."}
+
+
 def show(report):
-    print("\n" + verdict.table(report) + "\n")
     rows, runs = report["differences"], report["runs"]
-    if any(row["n"] == 1 for row in rows):
+    print("\n" + verdict.narrow_table(report, shutil.get_terminal_size().columns) + "\n")
+    if "files" in report:
+        print(f"Each interval is over {len(report['files'])} machines.")
+    elif any(row["n"] == 1 for row in rows):
         print("One seed shows nothing by itself: another seed moves a loss as much as another model. Try --seeds=3.")
     if any(row["verdict"] == "not shown" for row in rows):
-        print("not shown: the interval holds zero, so these seeds do not tell the difference from none.")
+        print("not shown: the interval holds zero, so the difference may be none.")
+    for label in sorted({part.get("code") for part in [*runs, *rows]} & set(verdict.LABELS)):
+        print(f"{label}: {LABELS[label]}")
     if (n := sum(row["low"] is not None for row in rows)) >= 5:
         print(f"Of {n} intervals of 95 %, expect {0.05 * n:.1f} to miss the truth by chance.")
     where = "{device}, {dtype}, compiled: {compiled}, {threads} threads, torch {torch}"
@@ -303,7 +298,7 @@ def out_path(name, inputs):
     path = Path(name)
     if path.resolve() in [Path(other).resolve() for other in inputs]:
         raise SettingError(f"--out={path} is read as well: name another file")
-    if path.exists() and verdict.read_report(path).get("format") != verdict.FORMAT:
+    if path.exists() and results.load(path).get("format") != results.FORMAT:
         raise SettingError(f"--out={path} is there and is no result of tools.compare: name another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,11 +309,14 @@ def out_path(name, inputs):
 
 
 def save(report, path):
-    write_json(path, report)
-    print(f"results: {path}")
+    """The results as JSON, the whole table and the figure beside it."""
+    results.write(path, report)
+    table, picture = (path.with_name(path.stem + ending) for ending in (".table.md", ".png"))
+    data.write_text(table, verdict.table(report) + "\n")
+    print(f"results: {path}\ntable:   {table}")
     try:
-        verdict.figure(report, path.with_suffix(".png"))
-        print(f"figure:  {path.with_suffix('.png')}")
+        figure(report, picture)
+        print(f"figure:  {picture}")
     except ImportError:
         print("no figure, since matplotlib is missing: pip install matplotlib, then the same command again")
 
@@ -340,49 +338,36 @@ def merge(argv):
     config, = configs.build(configs.read(flags), CompareConfig)
     if len(set(files)) < 2:
         raise SettingError("--merge: name at least two .json files, one of each machine")
-    report = verdict.merge({path: verdict.read_report(path) for path in files})
+    report = results.merge(list(dict.fromkeys(files)))
     out = out_path(config.out or RUNS / "merged.json", files)
-    print(verdict.table_of_machines(report))
+    show(report)
     save(report, out)
 
 
+@program("compare")
 def main(argv):
-    try:
-        if "--help" in argv or "-h" in argv:
-            print(__doc__ + configs.help_text(CompareConfig, train.TrainConfig, train.GPTConfig))
-            return
-        if any(argument.partition("=")[0] == "--merge" for argument in argv):
-            return merge(argv)
-        config, chosen, sweep, remarks = plan(argv)
-        for remark in remarks:
-            print(remark)
-        first = config.first_seed
-        seeds = [1337, *range(1, config.seeds)] if first is None else range(first, first + config.seeds)
-        every = list(itertools.chain(*sweep.values())) or chosen
-        given = given_runs(config.given, every) if config.given else {}
-        out = out_path(config.out or RUNS / f"{name_of(config)}.json", [config.given] if config.given else [])
-        runs, finished = train_all(every, seeds, given)
-        if config.sweep:
-            chosen, lines = choose(config.sweep, chosen, sweep, runs)
-            print("\n" + "\n".join(lines))
-        report = make_report(argv, chosen, runs)
-        show(report)
-        if not finished:
-            raise KeyboardInterrupt
-        save(report, out)
-    except SettingError as error:
-        sys.exit(f"compare: {error}")
-    except KeyboardInterrupt:
-        sys.exit(f"compare: stopped; what is done is kept, go on with: {command(argv)}")
-    except OSError as error:
-        if error.filename is None:
-            raise
-        sys.exit(f"compare: {error.filename} cannot be used ({error.strerror}); what is done is kept, go on with: "
-                 f"{command(argv)}")
-    except (MemoryError, RuntimeError) as error:
-        if not train.out_of_memory(error):
-            raise
-        sys.exit("compare: out of memory: lower --batch_size, raising --gradient_accumulation_steps by as much")
+    if "--help" in argv or "-h" in argv:
+        print(__doc__ + configs.help_text(CompareConfig, train.TrainConfig, train.GPTConfig))
+        return
+    if any(argument.partition("=")[0] == "--merge" for argument in argv):
+        return merge(argv)
+    config, chosen, sweep, remarks = plan(argv)
+    for remark in remarks:
+        print(remark)
+    first = config.first_seed
+    seeds = [1337, *range(1, config.seeds)] if first is None else range(first, first + config.seeds)
+    every = list(itertools.chain(*sweep.values())) or chosen
+    given = results.given_runs(config.given, every) if config.given else {}
+    out = out_path(config.out or RUNS / f"{name_of(config)}.json", [config.given] if config.given else [])
+    runs, finished = train_all(every, seeds, given)
+    if config.sweep:
+        chosen, lines = choose(config.sweep, chosen, sweep, runs)
+        print("\n" + "\n".join(lines))
+    report = make_report(argv, chosen, runs)
+    show(report)
+    if not finished:
+        raise KeyboardInterrupt(f"what is done is kept; go on with: {command(argv)}")
+    save(report, out)
 
 
 if __name__ == "__main__":
