@@ -14,7 +14,7 @@ Any setting of train.py holds for all arms, as in --max_iters=300; a preset may 
 the baseline. What the table says of each arm:
 
     nats per token     exact loss over every held-out token after the last step, mean and standard deviation over seeds
-    difference         to the baseline, paired by seed, with its 95 % interval: tools/compare/verdict.py has the formulas
+    difference         to the baseline, paired by seed, with its 95 % interval: formulas in tools/compare/verdict.py
     verdict            lower, higher, or not shown: the interval holds zero. One seed shows nothing by itself
     parameters, training FLOPs, seconds per step     ratios to the baseline's, whose row has the amounts. FLOPs are of
                        the whole training, head included, as flops_per_token counts; seconds are the median step's,
@@ -271,10 +271,6 @@ def command(argv):
     return shlex.join(["python", "-m", "tools.compare", *argv])
 
 
-LABELS = {"other code": "these runs were made by other code of the model than the arm has now, or by unknown code.",
-          "trainer differs": "these runs were made by other code of the trainer."}
-
-
 def show(report):
     rows, runs = report["differences"], report["runs"]
     print("\n" + verdict.narrow_table(report, shutil.get_terminal_size().columns) + "\n")
@@ -285,7 +281,7 @@ def show(report):
     if any(row["verdict"] == "not shown" for row in rows):
         print("not shown: the interval holds zero, so the difference may be none.")
     for label in sorted({part.get("code") for part in [*runs, *rows]} & set(verdict.LABELS)):
-        print(f"{label}: {LABELS[label]}")
+        print(f"{label}: {verdict.LABELS[label]}")
     if (n := sum(row["low"] is not None for row in rows)) >= 5:
         print(f"Of {n} intervals of 95 %, expect {0.05 * n:.1f} to miss the truth by chance.")
     where = "{device}, {dtype}, compiled: {compiled}, {threads} threads, torch {torch}"

@@ -33,7 +33,7 @@ def positive(value):
 
 
 def text(value):
-    return isinstance(value, str)
+    return isinstance(value, str) and value.isprintable()
 
 
 def seed(value):
@@ -58,8 +58,9 @@ REQUIRED = dict(arm=text, seed=seed, val_loss=positive, bits_per_byte=positive, 
                 training_flops=positive, steps=positive, tokens=positive, seconds_per_step=positive,
                 diverged=lambda value: value is None or text(value), threads=positive, device=text, dtype=text,
                 torch=text, compiled=lambda value: isinstance(value, bool))
-OPTIONAL = dict(model=text, curve=curve, settings=scalars, python=text, commit=text, code=lambda v: v in verdict.LABELS,
-                given=lambda value: isinstance(value, list) and all(map(text, value)))
+OPTIONAL = dict(model=text, curve=curve, settings=scalars, python=text, commit=text,
+                given=lambda value: isinstance(value, list) and all(map(text, value)),
+                code=lambda value: text(value) and value in verdict.LABELS)
 
 
 SPOILT = dict(val_loss=math.inf, bits_per_byte=math.inf, validation=[], seconds_per_step=None)  # of a run that diverged

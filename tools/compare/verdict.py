@@ -13,7 +13,9 @@ import math
 import statistics
 import textwrap
 
-LABELS = ["other code", "trainer differs"]       # what a run made by other code than today's is called; the worst first
+LABELS = {                               # of runs that other code than today's made; the worst comes first
+    "other code": "these runs were made by other code of the model than the arm has now, or by unknown code.",
+    "trainer differs": "these runs were made by other code of the trainer."}
 T = [12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
      2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
      2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423]
