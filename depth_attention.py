@@ -149,8 +149,8 @@ def flops_per_token(config, T):
     mixed values, 2 Hkv d for each candidate, and the mean query."""
     flops = model.flops_per_token(replace(config, n_layer=len(config.steps)), T)
     candidates = [1 + len(sources(number, config.stride, config.recent)) for _, number in config.steps]
-    return model.add_forward_flops(flops, sum(4 * m * config.n_kv_head * config.head_dim + config.n_head * config.head_dim
-                                 for m in candidates if m > 1))
+    mix = sum(4 * m * config.n_kv_head * config.head_dim + config.n_head * config.head_dim for m in candidates if m > 1)
+    return model.add_forward_flops(flops, mix)
 
 
 if __name__ == "__main__":

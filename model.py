@@ -222,7 +222,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def last_row(self, x, rope, cache=None):
-        """The last row of `layers`. A model whose upper layers need no other tokens runs those for the last one alone."""
+        """The last row of `layers`. Upper layers that need no other tokens may run for the last one alone."""
         return self.layers(x, rope, cache)[:, -1:]
 
     def head(self, h):

@@ -250,7 +250,8 @@ def flops_per_token(config, T):
     W = sum(t.numel() for name, t in make_router(config, "values").named_parameters() if name.startswith("weight"))
     pool = 4 * (W + rows * S * D + config.k * kv * D)           # two branches: router, mix, projections
     flops = cyclic.flops(config, T, L, body, pool, top_is_read=S > L, seen=(T - 1) / 2 + dummy, seen_last=T + dummy)
-    return model.add_forward_flops(flops, dummy * pool / T) | dict(decode=flops["decode"])         # decoding finds the dummy cached
+    flops_with_dummy = model.add_forward_flops(flops, dummy * pool / T)
+    return flops_with_dummy | dict(decode=flops["decode"])      # decoding finds the dummy in the cache
 
 
 if __name__ == "__main__":
