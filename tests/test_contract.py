@@ -72,13 +72,15 @@ def assert_compiled_equals_eager(model, idx):
     """The gradients of one training step, before and after model.compile_pieces()."""
     model.train()
     model(idx, idx).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
     torch._dynamo.utils.counters.clear()                  # what is compiled from here on can be counted afterwards
     model.compile_pieces()
     model(idx, idx).backward()
+    rtol, atol = (1e-8, 1e-10) if model.embed.weight.dtype == torch.float64 else (1e-4, 1e-6)
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad, expected[name], rtol=rtol, atol=atol)
 
 
 def assert_any_pieces_decode_alike(model):
@@ -203,9 +205,14 @@ def test_a_pickled_model_is_the_same_model(arm):
     assert torch.equal(torch.load(file, weights_only=False)(idx), model(idx))
 
 
+COMPILED = ["gpt", "value_residual", "mudd", "mudd reallocated", "depth_attention", "looped", "lime", "shortcut matrix",
+            "feedback cyclic", "lckv jacobi", "fusedkv chain", "recurrent"]      # WhiteMatter: in its own file
+
+
 @pytest.mark.slow
-def test_compiled_equals_eager_for_every_model_and_no_piece_falls_back(monkeypatch):
-    """Past the recompile limit PyTorch runs a piece uncompiled, with no more than a warning: here that is an error."""
+def test_compiled_equals_eager_and_no_piece_falls_back(monkeypatch):
+    """In double precision. Past the recompile limit PyTorch runs a piece uncompiled, with no more than a warning: here
+    that is an error."""
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    for arm in ARMS:
-        assert_compiled_equals_eager(make(arm), ids(2, 20))
+    for arm in COMPILED:
+        assert_compiled_equals_eager(make(arm).double(), ids(2, 20))
