@@ -51,7 +51,8 @@ def test_ctrl_c_is_status_130_and_says_how_to_go_on(capsys):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
-@pytest.mark.parametrize("write", [lambda: torch.save([1], "/dev/full"), lambda: torch.save([1], "/no/where.pt"),
+@pytest.mark.parametrize("write", [lambda: torch.save(torch.zeros(300_000), "/dev/full"),
+                                   lambda: torch.save([1], "/no/where.pt"),
                                    lambda: open("/dev/full", "w", 1).write("x\n")])
 def test_a_write_that_fails_names_its_file(write):
     with pytest.raises(OSError) as failed, console.writing("runs/last.pt"):
