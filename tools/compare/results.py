@@ -58,11 +58,9 @@ REQUIRED = dict(arm=text, seed=seed, val_loss=positive, bits_per_byte=positive, 
                 training_flops=positive, steps=positive, tokens=positive, seconds_per_step=positive,
                 diverged=lambda value: value is None or text(value), threads=positive, device=text, dtype=text,
                 torch=text, compiled=lambda value: isinstance(value, bool))
-OPTIONAL = dict(model=text, curve=curve, settings=scalars, python=text, commit=text,
+OPTIONAL = dict(model=text, curve=lambda value: value == [] or curve(value), settings=scalars, python=text, commit=text,
                 given=lambda value: isinstance(value, list) and all(map(text, value)),
                 code=lambda value: text(value) and value in verdict.LABELS)
-
-
 SPOILT = dict(val_loss=math.inf, bits_per_byte=math.inf, validation=[], seconds_per_step=None)  # of a run that diverged
 
 
@@ -71,13 +69,13 @@ def check_run(run):
     if not isinstance(run, dict):
         raise Unusable("a run is no table")
     diverged = text(run.get("diverged"))
-    for name, good in REQUIRED.items():
-        if diverged and name in SPOILT and (SPOILT[name] == math.inf or not good(run.get(name))):
-            run = run | {name: SPOILT[name]}
-        elif not good(run.get(name)):
-            raise Unusable(f"the {name} of a run is {reprlib.repr(run.get(name))}")
-    optional = {name: run[name] for name, good in OPTIONAL.items() if name in run and good(run[name])}
-    return {name: run[name] for name in REQUIRED} | optional | dict(seed=int(run["seed"]))
+    kept = {name: run.get(name) for name in (*REQUIRED, *OPTIONAL) if name in REQUIRED or run.get(name) is not None}
+    for name, good in (REQUIRED | OPTIONAL).items():
+        if diverged and name in SPOILT and (SPOILT[name] == math.inf or not good(kept[name])):
+            kept[name] = SPOILT[name]
+        elif name in kept and not good(kept[name]):
+            raise Unusable(f"the {name} of a run is {reprlib.repr(kept[name])}")
+    return kept | dict(seed=int(kept["seed"]))
 
 
 def check_arm(arm):
