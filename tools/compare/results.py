@@ -50,7 +50,7 @@ def curve(value):
 def scalars(value):
     """{name: value}, a value being a word, a number, or a list of them."""
     return isinstance(value, dict) and all(
-        isinstance(item, (str, int, float, bool, type(None)))
+        text(item) or isinstance(item, (int, float, type(None)))
         for items in value.values() for item in (items if isinstance(items, list) else [items]))
 
 
@@ -198,7 +198,7 @@ def merge(paths):
         for path, label in itertools.product(others, (base, arm)):
             ours, theirs = (identity_of(reports[file], label) for file in (first, path))
             if change := difference_of(ours, theirs):
-                name, value, other = change
+                name, value, other = change[0], *map(reprlib.repr, change[1:])
                 raise SettingError(f"{path}: {name} of {label} is {other}, and {value} in {first}: all machines need "
                                    f"the same settings and text")
             changed.append(code_label(ours["code"], theirs["code"]))
