@@ -252,6 +252,9 @@ def test_the_hashes_cover_what_a_model_imports_and_kernels_only_if_they_are_used
     assert code()[0] == lime and {name for name in whitematter if whitematter[name] != code()[1][name]} == {"kernels"}
     edit("model.py", "tril(S - T)", "tril()")
     assert code()[0]["model"] != lime["model"] and code()[1]["model"] != whitematter["model"]
+    ours = CODE | dict(kernels="k")
+    assert results.code_label(ours, CODE | dict(kernels="other")) == "other code"
+    assert results.code_label(ours, ours | dict(trainer="other")) == "trainer differs"
 
 
 def test_what_is_given_is_not_trained_again_and_says_whose_code_made_it(tiny, trained, tmp_path, monkeypatch, capsys):
@@ -374,6 +377,7 @@ def test_a_diverged_run_is_a_result_and_stops_nothing(tiny, trained, monkeypatch
     assert "diverged" in capsys.readouterr().out and "validation loss nan" in report["runs"][2]["diverged"]
     assert report["runs"][1]["val_loss"] == report["runs"][2]["val_loss"] == math.inf
     assert not re.search("NaN|Infinity", Path("all.json").read_text(encoding="utf-8"))
+    assert results.check_run(json.loads(json.dumps(run("gpt", 1, 2.0, diverged="step 3"))))["val_loss"] == math.inf
 
 
 def test_results_are_not_written_over_what_is_read_or_is_no_result(tiny, trained):

@@ -36,6 +36,10 @@ def text(value):
     return isinstance(value, str) and value.isprintable()
 
 
+def text_or_none(value):
+    return value is None or text(value)
+
+
 def seed(value):
     return type(value) is int and 0 <= value < 2 ** 32 or text(value) and re.fullmatch("[0-9]{1,10}", value)
 
@@ -56,9 +60,10 @@ def scalars(value):
 
 REQUIRED = dict(arm=text, seed=seed, val_loss=positive, bits_per_byte=positive, validation=curve, parameters=positive,
                 training_flops=positive, steps=positive, tokens=positive, seconds_per_step=positive,
-                diverged=lambda value: value is None or text(value), threads=positive, device=text, dtype=text,
+                diverged=text_or_none, threads=positive, device=text, dtype=text,
                 torch=text, compiled=lambda value: isinstance(value, bool))
-OPTIONAL = dict(model=text, curve=lambda value: value == [] or curve(value), settings=scalars, python=text, commit=text,
+OPTIONAL = dict(model=text, curve=lambda value: value == [] or curve(value), settings=scalars, python=text,
+                commit=text_or_none,
                 given=lambda value: isinstance(value, list) and all(map(text, value)),
                 code=lambda value: text(value) and value in verdict.LABELS)
 SPOILT = dict(val_loss=math.inf, bits_per_byte=math.inf, validation=[], seconds_per_step=None)  # of a run that diverged
@@ -69,7 +74,7 @@ def check_run(run):
     if not isinstance(run, dict):
         raise Unusable("a run is no table")
     diverged = text(run.get("diverged"))
-    kept = {name: run.get(name) for name in (*REQUIRED, *OPTIONAL) if name in REQUIRED or run.get(name) is not None}
+    kept = {name: run.get(name) for name in (*REQUIRED, *OPTIONAL) if name in REQUIRED or name in run}
     for name, good in (REQUIRED | OPTIONAL).items():
         if diverged and name in SPOILT and (SPOILT[name] == math.inf or not good(kept[name])):
             kept[name] = SPOILT[name]
@@ -79,7 +84,7 @@ def check_run(run):
 
 
 def check_arm(arm):
-    if not isinstance(arm, dict) or not text(arm.get("label")) or not (arm.get("base") is None or text(arm["base"])):
+    if not isinstance(arm, dict) or not text(arm.get("label")) or not text_or_none(arm.get("base")):
         raise Unusable("an arm has no name, or a baseline without one")
     identity = arm.get("identity")
     if not isinstance(identity, dict) or not all(scalars(identity.get(part)) for part in PARTS):
