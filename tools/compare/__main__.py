@@ -3,7 +3,7 @@ Train models on the same batches, from several seeds, and say which differences 
 
     python -m tools.compare                                     gpt, value_residual, mudd; 3 seeds: configs/compare.toml
     python -m tools.compare --models=gpt,mudd,mudd:dynamic=no   an arm is a model, its own settings behind colons
-    python -m tools.compare --study=ladder --seeds=5            a named list of arms, see tools/compare/arms.py
+    python -m tools.compare --study=ladder --seeds=5            a named list of arms: tools/compare/arms.py
     python -m tools.compare --models=gpt,mudd --match=flops     the baseline widened until both cost the same
     python -m tools.compare --sweep=learning_rate               each arm at its best of several learning rates
     python -m tools.compare --quick                             two models, one seed, under 5 minutes on two CPU cores

@@ -36,6 +36,10 @@ def text(value):
     return isinstance(value, str) and value.isprintable()
 
 
+def text_or_none(value):
+    return value is None or text(value)
+
+
 def seed(value):
     return type(value) is int and 0 <= value < 2 ** 32 or text(value) and re.fullmatch("[0-9]{1,10}", value)
 
@@ -50,19 +54,18 @@ def curve(value):
 def scalars(value):
     """{name: value}, a value being a word, a number, or a list of them."""
     return isinstance(value, dict) and all(
-        isinstance(item, (str, int, float, bool, type(None)))
+        text(item) or isinstance(item, (int, float, type(None)))
         for items in value.values() for item in (items if isinstance(items, list) else [items]))
 
 
 REQUIRED = dict(arm=text, seed=seed, val_loss=positive, bits_per_byte=positive, validation=curve, parameters=positive,
                 training_flops=positive, steps=positive, tokens=positive, seconds_per_step=positive,
-                diverged=lambda value: value is None or text(value), threads=positive, device=text, dtype=text,
+                diverged=text_or_none, threads=positive, device=text, dtype=text,
                 torch=text, compiled=lambda value: isinstance(value, bool))
-OPTIONAL = dict(model=text, curve=curve, settings=scalars, python=text, commit=text,
+OPTIONAL = dict(model=text, curve=lambda value: value == [] or curve(value), settings=scalars, python=text,
+                commit=text_or_none,
                 given=lambda value: isinstance(value, list) and all(map(text, value)),
                 code=lambda value: text(value) and value in verdict.LABELS)
-
-
 SPOILT = dict(val_loss=math.inf, bits_per_byte=math.inf, validation=[], seconds_per_step=None)  # of a run that diverged
 
 
@@ -71,17 +74,17 @@ def check_run(run):
     if not isinstance(run, dict):
         raise Unusable("a run is no table")
     diverged = text(run.get("diverged"))
-    for name, good in REQUIRED.items():
-        if diverged and name in SPOILT and (SPOILT[name] == math.inf or not good(run.get(name))):
-            run = run | {name: SPOILT[name]}
-        elif not good(run.get(name)):
-            raise Unusable(f"the {name} of a run is {reprlib.repr(run.get(name))}")
-    optional = {name: run[name] for name, good in OPTIONAL.items() if name in run and good(run[name])}
-    return {name: run[name] for name in REQUIRED} | optional | dict(seed=int(run["seed"]))
+    kept = {name: run.get(name) for name in (*REQUIRED, *OPTIONAL) if name in REQUIRED or name in run}
+    for name, good in (REQUIRED | OPTIONAL).items():
+        if diverged and name in SPOILT and (SPOILT[name] == math.inf or not good(kept[name])):
+            kept[name] = SPOILT[name]
+        elif name in kept and not good(kept[name]):
+            raise Unusable(f"the {name} of a run is {reprlib.repr(kept[name])}")
+    return kept | dict(seed=int(kept["seed"]))
 
 
 def check_arm(arm):
-    if not isinstance(arm, dict) or not text(arm.get("label")) or not (arm.get("base") is None or text(arm["base"])):
+    if not isinstance(arm, dict) or not text(arm.get("label")) or not text_or_none(arm.get("base")):
         raise Unusable("an arm has no name, or a baseline without one")
     identity = arm.get("identity")
     if not isinstance(identity, dict) or not all(scalars(identity.get(part)) for part in PARTS):
@@ -200,7 +203,7 @@ def merge(paths):
         for path, label in itertools.product(others, (base, arm)):
             ours, theirs = (identity_of(reports[file], label) for file in (first, path))
             if change := difference_of(ours, theirs):
-                name, value, other = change
+                name, value, other = change[0], *map(reprlib.repr, change[1:])
                 raise SettingError(f"{path}: {name} of {label} is {other}, and {value} in {first}: all machines need "
                                    f"the same settings and text")
             changed.append(code_label(ours["code"], theirs["code"]))
