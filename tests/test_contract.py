@@ -129,7 +129,8 @@ def test_the_cache_has_the_slots_that_the_class_names_and_written_ones_stay(arm)
 @arms
 def test_greedy_text_is_the_same_with_and_without_cache(arm):
     model, prompt = make(arm).double(), ids(2, 5)
-    assert torch.equal(model.generate(prompt, 30, temperature=0), model.generate(prompt, 30, temperature=0, use_cache=False))
+    a, b = (model.generate(prompt, 30, temperature=0, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(a, b)
 
 
 @arms
@@ -182,7 +183,7 @@ def test_under_bf16_autocast_it_trains(arm):
 
 
 @arms
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.0125)])       # 8 to 1, as their steps
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.0125)])   # 8 to 1, as their steps
 def test_a_model_in_half_precision_computes_and_decodes_in_it(arm, dtype, tolerance):
     model, idx = make(arm), ids(2, 20)
     expected = model(idx)
