@@ -77,7 +77,7 @@ def test_help_lists_the_settings(flag, capsys, monkeypatch):
     sample.main([flag])
     assert "--top_k" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["value_residual.py", flag])
-    prove.main("value_residual")
+    prove.main({"value_residual": train.MODELS["value_residual"]})
     assert "--variant" in capsys.readouterr().out
     for program, setting in ((train, "--max_iters"), (bench, "--steps"), (probe, "--windows=16")):
         program.main([flag])
@@ -87,24 +87,24 @@ def test_help_lists_the_settings(flag, capsys, monkeypatch):
 @pytest.mark.parametrize("block_size", [1, 2, 20, 64])
 def test_a_file_proves_its_header_at_any_block_size(block_size, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["value_residual.py", f"--block_size={block_size}", "--n_layer=2"])
-    prove.main("value_residual")
+    prove.main({"value_residual": train.MODELS["value_residual"]})
     assert "in pieces of" in capsys.readouterr().out
 
 
 def test_a_file_with_two_models_proves_the_one_that_is_asked_for(capsys, monkeypatch):
     """The looped model needs the cache of 10 layers run, not 6, in bf16: 2 x 10 slots of 2 heads of 16."""
     monkeypatch.setattr(sys, "argv", ["depth_attention.py", "--model=looped"])
-    prove.main("depth_attention", "looped")
+    prove.main({"depth_attention": train.MODELS["depth_attention"], "looped": train.MODELS["looped"]})
     assert "looped, vocab_size" in (out := capsys.readouterr().out) and "1,280 bytes" in out
     monkeypatch.setattr(sys, "argv", ["depth_attention.py", "--model=gpt"])
     with pytest.raises(SystemExit, match="depth_attention and looped"):
-        prove.main("depth_attention", "looped")
+        prove.main({"depth_attention": train.MODELS["depth_attention"], "looped": train.MODELS["looped"]})
 
 
-@pytest.mark.parametrize("flag, sentence", [("--n_head=3", "not a multiple of n_kv_head"),
+@pytest.mark.parametrize("flag, sentence", [("--n_head=3", "n_kv_head=2: n_head=3 is not a multiple"),
                                             ("--diff=perhaps", "yes or no"),
                                             ("--bogus", "--help lists them all")])
 def test_a_mechanism_file_answers_a_mistake_with_one_line(flag, sentence, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["value_residual.py", flag])
     with pytest.raises(SystemExit, match=sentence):
-        prove.main("value_residual")
+        prove.main({"value_residual": train.MODELS["value_residual"]})

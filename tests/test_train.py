@@ -161,7 +161,7 @@ def test_the_learning_rate_is_positive_and_finite_for_every_edge(warmup, decay, 
 
 MISTAKES = [
     (["--model=gtp"], "choose one of gpt"),
-    (["--n_head=4", "--n_kv_head=3"], "not a multiple of n_kv_head=3"),
+    (["--n_head=4", "--n_kv_head=3"], "n_kv_head=3: n_head=4 is not a multiple"),
     (["--block_size=7000"], "block_size=7000 needs 7001 tokens"),
     (["--data=nowhere"], "no data set 'nowhere'"),
     (["--device=tpu"], "cannot be used here"),
