@@ -144,6 +144,8 @@ def loop(model, idx, mixed_sources=True):
 def test_sources_are_mixed_values():
     model, idx = make(stride=1), ids(2, 20)
     torch.testing.assert_close(model(idx), loop(model, idx))
+    grads = [torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in (model(idx), loop(model, idx))]
+    torch.testing.assert_close(*grads)                                     # no source is detached
     assert (model(idx) - loop(model, idx, mixed_sources=False)).abs().max() > 1e-3
 
 
