@@ -34,7 +34,8 @@ def one_thread():
 def tiny_data(tmp_path_factory):
     """A data set of 6,000 bytes to train on and 700 held out: text with a pattern that a small model can learn."""
     folder = tmp_path_factory.mktemp("tiny")
-    text = np.frombuffer(b"".join(b"%d and %d make %d. " % (a, b, a + b) for a in range(20) for b in range(20)), np.uint8)
+    sums = (b"%d and %d make %d. " % (a, b, a + b) for a in range(20) for b in range(20))
+    text = np.frombuffer(b"".join(sums), np.uint8)
     for split, part in (("train", text[:6000]), ("val", text[6000:6700])):
         with data.TokenWriter(folder / f"{split}.bin") as out:
             out.write(np.concatenate(([256], part)).astype(np.uint16))

@@ -163,7 +163,8 @@ def test_the_table_shows_the_baseline_in_units_and_the_models_against_it():
     speed = dict(ratio=0.5, low=0.25, high=0.75, seconds=0.4, seconds_base=0.2)
     result = dict(parameters=150, parameters_base=100, flops=3e6, flops_base=2e6, kv=8, kv_base=16, eager=speed,
                   peak=3 * 2 ** 20, peak_base=2 ** 21)
-    head, row = "|  | parameters | step, eager | peak | KV, numbers a token | training FLOPs a token |", "0.500 (0.250 to 0.750) | +50.0% | 8 | 1.500 |"
+    head = "|  | parameters | step, eager | peak | KV, numbers a token | training FLOPs a token |"
+    row = "0.500 (0.250 to 0.750) | +50.0% | 8 | 1.500 |"
     assert table({"x": result}) == [head, "| --- | --- | --- | --- | --- | --- |",
                                     "| gpt | 100 | 200 ms | 2 MiB | 16 | 2.0 M |", "| x | +50.00% | " + row]
     without = {name: value for name, value in result.items() if name != "eager"}         # its compiler failed, say
@@ -180,22 +181,11 @@ def test_settings_of_an_arm_are_its_own_and_a_shape_is_everybodys():
     assert arms["gpt"][1] == TINY | dict(n_embd=32) and arms["mudd:n_layer=3"][1]["n_layer"] == 3
 
 
-def test_the_device_may_be_chosen_by_itself():
-    config, _ = bench.read(["--device=auto", "--models=gpt"])
-    assert torch.device(config.device).type in ("cpu", "cuda", "mps")
-
-
 def test_the_presets_name_arms_that_can_be_built(monkeypatch):
     monkeypatch.setattr(bench, "usable_device", lambda name: SimpleNamespace(type=name))
     for preset in bench.PRESETS:
         config, arms = bench.read([f"--preset={preset}"])
         assert len(arms) >= 6 and all(train.build(name, **settings) for name, settings in arms.values())
-
-
-def test_help_names_every_setting(capsys):
-    bench.main(["--help"])
-    out = capsys.readouterr().out
-    assert "--models=" in out and "--n_layer=6" in out
 
 
 @pytest.mark.parametrize("argument, sentence", [

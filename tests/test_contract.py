@@ -131,7 +131,8 @@ def test_the_cache_has_the_slots_that_the_class_names_and_written_ones_stay(arm)
 @arms
 def test_greedy_text_is_the_same_with_and_without_cache(arm):
     model, prompt = make(arm).double(), ids(2, 5)
-    assert torch.equal(model.generate(prompt, 30, temperature=0), model.generate(prompt, 30, temperature=0, use_cache=False))
+    a, b = (model.generate(prompt, 30, temperature=0, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(a, b)
 
 
 @arms
@@ -184,7 +185,7 @@ def test_under_bf16_autocast_it_trains(arm):
 
 
 @arms
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.08), (torch.float16, 0.01)])         # 8 to 1, as their steps
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.08), (torch.float16, 0.01)])   # 8 to 1, as their steps
 def test_a_model_in_half_precision_computes_and_decodes_in_it(arm, dtype, tolerance):
     """Six tokens: a model that is recurrent over tokens amplifies rounding from each to the next."""
     model, idx = make(arm), ids(2, 6)
@@ -205,14 +206,14 @@ def test_a_pickled_model_is_the_same_model(arm):
     assert torch.equal(torch.load(file, weights_only=False)(idx), model(idx))
 
 
-COMPILED = ["gpt", "value_residual", "mudd", "mudd reallocated", "depth_attention", "looped", "lime", "shortcut matrix",
-            "feedback cyclic", "lckv jacobi", "fusedkv chain", "recurrent"]      # WhiteMatter: in its own file
+COMPILED = ["value_residual svformer", "looped", "shortcut matrix", "feedback cyclic", "lckv", "fusedkv chain",
+            "recurrent loop"]            # the others, MUDD, LIMe and WhiteMatter among them, in files of their own
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager_and_no_piece_falls_back(monkeypatch):
+def test_compiled_equals_eager_and_no_piece_falls_back():
     """In double precision. Past the recompile limit PyTorch runs a piece uncompiled, with no more than a warning: here
     that is an error."""
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    for arm in COMPILED:
-        assert_compiled_equals_eager(make(arm).double(), ids(2, 20))
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for arm in COMPILED:
+            assert_compiled_equals_eager(make(arm).double(), ids(2, 12))

@@ -59,16 +59,6 @@ def close(xs, ys, rtol=1e-9):
 # ------------------------------------------------------------------------------------------------ causality and masks
 
 
-@pytest.mark.parametrize("schedule, groups", SCHEDULES)
-def test_a_later_token_changes_no_earlier_output_bit_for_bit(schedule, groups):
-    """Not even after one pass, which is not exact yet."""
-    model, idx = make(), ids(2, 11)
-    other = idx.clone()
-    other[:, 6] = (other[:, 6] + 1) % 70
-    a, b = run(model, idx, schedule, groups), run(model, other, schedule, groups)
-    assert torch.equal(a[:, :6], b[:, :6]) and not torch.equal(a[:, 6], b[:, 6])
-
-
 @VARIANTS
 def test_a_token_does_not_read_its_own_slot(variant):
     """Noise in the slot of token 5 changes no output up to 5, and that of 6."""
@@ -141,24 +131,6 @@ def test_the_loss_of_every_pass_is_that_of_a_run_with_so_many_passes():
         for p, output in enumerate(by_pass(model, idx, schedule, groups, 3), 1):
             assert torch.equal(output, run(model, idx, schedule, groups, p))
         assert torch.equal(run(model, idx[:, :1], schedule, groups, 3), run(model, idx[:, :1], "autoregressive"))
-
-
-@pytest.mark.parametrize("schedule, groups", SCHEDULES[1:])
-def test_the_fixed_point_is_one_and_random_starts_reach_it(schedule, groups):
-    """With the first channels replaced by noise, the exact prefix grows as before, and more passes change nothing."""
-    model, idx, pool = make(variant="release"), ids(2, 9), type(make()).pool
-    exact = run(model, idx, "autoregressive")
-    for passes in (9, 10):
-        calls = []
-
-        def noisy(states, positions):
-            calls.append(None)
-            k, v = pool(model, states, positions)
-            return (torch.randn_like(k), torch.randn_like(v)) if len(calls) == 1 else (k, v)
-        model.pool = noisy
-        output = run(model, idx, schedule, groups, passes)
-        del model.pool
-        assert len(calls) > passes and (output - exact).abs().max() < 1e-9
 
 
 def reference(model, x, positions, past, groups, passes, grad_passes):
@@ -234,27 +206,6 @@ def test_enough_gradient_passes_give_backpropagation_through_the_exact_run(varia
     assert close(gradients(model, run(model, idx, schedule, g, passes + 2, passes + 2), weights), exact)
 
 
-def test_fewer_gradient_passes_cut_the_gradient_off_after_their_groups():
-    """From a converged start, b passes of g groups reach about b g tokens back; b g >= T is everything."""
-    model, idx = make(), ids(2, 12)
-    weights = torch.randn(2, 12, 16, dtype=torch.float64)
-    exact = torch.cat([g.flatten() for g in gradients(model, run(model, idx, "autoregressive"), weights)])
-
-    def error(schedule, g, b):
-        found = gradients(model, run(model, idx, schedule, g, 12 + b, b), weights)
-        return ((torch.cat([g.flatten() for g in found]) - exact).norm() / exact.norm()).item()
-    assert error("jacobi", 1, 2) > 0.01 and error("cyclic", 4, 1) > 0.001 and error("cyclic", 4, 3) < 1e-9
-
-
-def test_one_gradient_pass_trains_the_whole_pool():
-    """The boundary projects again, so even b = 1 gives router and projections a gradient."""
-    model = make()
-    model.zero_grad()
-    run(model, ids(2, 12), "jacobi", 1, 3, 1).sum().backward()
-    for r in (model.keys, model.values):
-        assert min(p.grad.abs().max() for p in (r.weight, r.router.weight, r.router.bias, r.pre.weight)) > 0
-
-
 # ------------------------------------------------------------------------------------------------- chunks and numerics
 
 
@@ -301,18 +252,6 @@ def test_casts_made_without_gradients_do_not_reach_the_passes_with_gradients(mon
         run(model, ids(2, 9), "jacobi", 1, 3, 1).sum().backward()
     assert events == [False, False, "clear", True, "clear"]               # the last by autocast's own end
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["whitematter", "feedback", "lckv"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_it_runs_and_decodes_in_that_dtype(name, dtype):
-    model, idx = build(name, **{key: value for key, value in SMALL.items() if key != "k"}).eval(), ids(2, 9)
-    for schedule, groups in SCHEDULES:
-        with torch.no_grad(), scheduled(model.config, schedule=schedule, groups=groups, passes=9):
-            full = model.float()(idx)
-            cache = model.to(dtype).new_cache(2)
-            decoded = torch.cat([model(piece, cache=cache) for piece in idx.split([5, 1, 3], dim=1)], dim=1)
-            assert decoded.dtype == cache.k.dtype == dtype and (decoded - full).abs().max() < 0.05
 
 
 # ---------------------------------------------------------------------------------------------- settings and programs

@@ -233,12 +233,6 @@ def test_windows_cover_every_token_once(tmp_path, begins_with_eot, length, block
         assert got == expected
 
 
-def test_windows_of_nothing(tmp_path):
-    write(tmp_path / "val.bin", [EOT])
-    with pytest.raises(ValueError, match="nothing but end of text"):
-        list(windows(open_tokens(tmp_path, "val", 257), 8, EOT, 1))
-
-
 # ---- meta.json and the data sets
 
 def test_meta(tmp_path):

@@ -1,4 +1,4 @@
-"""The fused depth mix of kernels.py against the plain loop of mudd.py, and where it could go wrong. See also test_mudd."""
+"""The fused depth mix of kernels.py against the plain loop of mudd.py, and where it could go wrong."""
 import copy
 from unittest import mock
 
@@ -84,15 +84,6 @@ def test_two_forwards_before_a_backward_and_accumulation(uncompiled):
     for x, y in batches:
         fused(x, y).backward()
     same({name: p.grad for name, p in fused.named_parameters()}, expected)
-
-
-def test_a_forward_without_gradient_between_forward_and_backward(uncompiled):
-    plain, fused = plain_and_fused()
-    loss = fused(ids(2, 20), ids(2, 20))
-    with torch.no_grad():
-        fused(ids(2, 20, seed=9))
-    fused.eval()(ids(2, 20, seed=9))
-    same(gradients(fused.train(), loss), gradients(plain, plain(ids(2, 20), ids(2, 20))))
 
 
 def test_a_retained_graph_gives_the_same_gradients_twice(uncompiled):
@@ -191,7 +182,7 @@ def test_one_checkpointed_mix_is_refused(uncompiled):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_the_mixes_keep_for_the_backward_pass(fused, uncompiled):
-    """M15: at most L + 1 states and 4 mixtures of B T D, beside the weights, whatever the number of layers."""
+    """At most L + 1 states and 4 mixtures of B T D, beside the weights, whatever the number of layers."""
     B, T, D, L = 2, 8, 512, 12
     model = build("mudd", **SMALL | dict(n_layer=L, dynamic=False)).train()
     if fused:
@@ -261,22 +252,10 @@ def test_under_bf16_autocast_the_fused_mix_stays_in_float32(uncompiled):
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager():
-    """Value and every gradient, to 1e-5 of its largest entry, in fp32."""
-    for arm in ("multiway", "dilated"):
-        plain, fused = (m.float() for m in plain_and_fused(**ARMS[arm], n_layer=5))
-        a, b = plain(ids(2, 20), ids(2, 20)), fused(ids(2, 20), ids(2, 20))
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
-        expected, ours = gradients(plain, a), gradients(fused, b)
-        for name in expected:
-            assert (expected[name] - ours[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2 ** -6)])
 def test_the_compiled_mix_alone(dtype, tolerance):
-    """Mixtures and gradients against the plain formula in float64, to a part of the largest entry: 1e-6 for float32 states,
-    and for bf16 ones two of their steps, since a state's gradient is rounded at every layer that adds to it."""
+    """Mixtures and gradients against the plain formula in float64, to a part of the largest entry: 1e-6 for float32
+    states, and for bf16 ones two of their steps, since a state's gradient is rounded at every layer that adds to it."""
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(2, 8, 32, generator=generator).to(dtype).requires_grad_() for _ in range(5)]
     weights = [torch.randn(2, 8, 4, n + 2, generator=generator).to(dtype).requires_grad_() for n in range(4)]
@@ -285,7 +264,8 @@ def test_the_compiled_mix_alone(dtype, tolerance):
         X.append(x)
         mixed += X.mix(A, 1)
     exact = [t.detach().double().requires_grad_() for t in (*states, *weights)]
-    expected = [sum(A[:, :, c, s, None] * exact[s] for s in range(n + 2)) for n, A in enumerate(exact[5:]) for c in range(4)]
+    expected = [sum(A[:, :, c, s, None] * exact[s] for s in range(n + 2))
+                for n, A in enumerate(exact[5:]) for c in range(4)]
     d = [torch.randn(2, 8, 32, generator=generator).to(dtype) for _ in mixed]
     ours = torch.autograd.grad(mixed, [*states, *weights], d)
     theirs = torch.autograd.grad(expected, exact, [g.double() for g in d])

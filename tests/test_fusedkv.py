@@ -42,25 +42,6 @@ def test_fusing_rotated_keys_is_rotating_fused_keys(n_layer, n_kv_head):
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
 
 
-def test_with_two_numbers_for_one_pair_it_is_not():
-    model, idx = make(), ids(2, 20)
-    one_sided = torch.cat((torch.ones(4), 1.2 * torch.ones(4)))
-    for block in model.blocks[2:]:
-        block.fuse = lambda k1, v1, kn, vn, fuse=block.fuse: fuse(one_sided * k1, v1, one_sided * kn, vn)
-
-    def unpaired(block, *stored):
-        K, V = paired(block, *stored)
-        return one_sided * K, V
-    assert (model(idx) - by_hand(model, idx, unpaired)).abs().max() > 1e-3
-    assert (by_hand(model, idx, unpaired) - by_hand(model, idx, unpaired, start=4)).abs().max() < 1e-11
-
-
-def test_scores_depend_on_distances_only():
-    model, idx = make(), ids(2, 20)
-    near, far = (model.layers(model.embed(idx), model.rope(torch.arange(20) + start)) for start in (0, 4))
-    torch.testing.assert_close(near, far, rtol=0, atol=1e-11)
-
-
 def test_zeros_and_ones_are_lite():
     """a=0, b=1, c=1, e=0 == Lite: K^i = K^n, V^i = V^1; the default starts there."""
     lite, fused, idx = build("fusedkv", **SMALL, variant="lite"), build("fusedkv", **SMALL), ids(2, 20)

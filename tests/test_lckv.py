@@ -97,21 +97,6 @@ def test_without_warm_up_it_is_white_matter_with_one_fixed_channel(passes):
     torch.testing.assert_close(run(model, idx, "jacobi", passes), run(wm, idx, "jacobi", passes), rtol=0, atol=1e-10)
 
 
-def test_a_block_of_one_layer_is_the_baseline_without_that_layers_diagonal():
-    """w = L-1; nothing feeds back, so one pass is exact. (w = L would be the baseline itself, and is refused.)"""
-    model, idx = make(n_layer=4, w=3), ids(2, 12)
-    x, rope = model.embed(idx), model.rope(torch.arange(12))
-    for n, block in enumerate(model.blocks):
-        q, k, v = block.qkv(x, rope)
-        if n == 1:
-            past = torch.ones(12, 12, dtype=torch.bool).tril(-1)
-            o = F.scaled_dot_product_attention(q[:, :, 1:], k, v, attn_mask=past[1:], enable_gqa=True)
-            x = block.finish(x, F.pad(o, (0, 0, 1, 0)))
-        else:
-            x = block.finish(x, causal_attention(q, k, v))
-    torch.testing.assert_close(run(model, idx, "jacobi", 1), model.head(model.norm(x)), rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize("n_layer, w, block", [(22, 2, (1, 20)), (16, 4, (2, 13)), (16, 7, (3, 11)), (3, 0, (0, 2))])
 def test_the_sandwich(n_layer, w, block):
     """LCKV cache sources w+1; the target is the block's top layer, and no other layer of the block has W^K or W^V."""

@@ -4,7 +4,6 @@ import torch
 
 import baselines.lime as lime
 import model as baseline
-from baselines.lime import route
 from model import causal_attention, rotate
 from train import build
 from tests.test_contract import SMALL, assert_compiled_equals_eager, ids, make as make_arm
@@ -73,26 +72,6 @@ def test_rows_are_raw_and_the_norm_comes_after():
     assert (model(idx) - loop(model, idx, keys_too=False)).abs().max() > 1e-3
     model = make(route="v").double()
     assert (model(idx) - loop(model, idx, keys_too=False)).abs().max() < 1e-12
-
-
-def test_routing_commutes_with_the_rotation():
-    model = make().double()
-    rope, W = model.rope(torch.arange(7)), torch.randn(2, 6, dtype=torch.float64)
-    rows = [torch.randn(2, 3, 7, 8, dtype=torch.float64) for _ in range(3)]
-    torch.testing.assert_close(rotate(route(W, rows), rope), route(W, [rotate(row, rope) for row in rows]))
-
-
-def test_the_cache_holds_routed_keys_and_values():
-    model, idx = make(), ids(2, 20)
-    cache = model.new_cache(2)
-    model(idx[:, :13], cache=cache)
-    model(idx[:, 13:], cache=cache)
-    model.trace = {}
-    model(idx)
-    for n in range(4):
-        torch.testing.assert_close(cache.k[n, :, :, :20], model.trace["k"][n])
-        torch.testing.assert_close(cache.v[n, :, :, :20], model.trace["v"][n])
-    assert [W.shape for W in model.trace["weights"].values()] == [(1, 1, 1, 2, 4), (1, 1, 1, 2, 6), (1, 1, 1, 2, 8)]
 
 
 def test_tables_have_a_group_of_their_own():

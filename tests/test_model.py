@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from model import (GPT, GPTConfig, RMSNorm, attention_weights, causal_attention, flops_per_token, normal, repeat_kv, rotary,
-                   rotate)
+from model import (GPT, GPTConfig, RMSNorm, attention_weights, causal_attention, flops_per_token, normal, repeat_kv,
+                   rotary, rotate)
 
 SMALL = dict(vocab_size=70, block_size=24, n_layer=3, n_head=4, n_kv_head=2, n_embd=24, head_dim=8, d_ff=40)
 
@@ -173,14 +173,15 @@ def test_sampling_follows_its_generator_and_the_distribution():
     assert torch.equal(sample(1, top_k=1000), sample(1)) and torch.equal(sample(1, top_k=None), sample(1))
     assert torch.equal(sample(1, temperature=1e-39), model.generate(prompt, 20, temperature=0))
     p = (model(prompt)[0, -1] / 0.5).softmax(-1)
-    batch = model.generate(prompt.expand(4000, 5), 1, temperature=0.5, generator=torch.Generator().manual_seed(3))[:, -1]
-    seen = torch.bincount(batch, minlength=70) / 4000
+    batch = model.generate(prompt.expand(4000, 5), 1, temperature=0.5, generator=torch.Generator().manual_seed(3))
+    seen = torch.bincount(batch[:, -1], minlength=70) / 4000
     assert (seen - p).abs().max() < 5 * (p.max() * (1 - p.max()) / 4000).sqrt()
     top = model.generate(prompt.expand(500, 5), 1, temperature=9.0, top_k=3, generator=torch.Generator().manual_seed(3))
     assert set(top[:, -1].tolist()) == set(model(prompt)[0, -1].topk(3).indices.tolist())
 
 
-@pytest.mark.parametrize("how, sentence", [(dict(temperature=-1), "give 0 for the most likely"), (dict(top_k=0), "at least 1")])
+@pytest.mark.parametrize("how, sentence", [(dict(temperature=-1), "give 0 for the most likely"),
+                                           (dict(top_k=0), "at least 1")])
 def test_impossible_sampling_is_refused(how, sentence):
     with pytest.raises(ValueError, match=sentence):
         make().generate(ids(1, 5), 1, **how)
@@ -188,7 +189,7 @@ def test_impossible_sampling_is_refused(how, sentence):
         make().generate(ids(1, 0), 1)
 
 
-# ----------------------------------------------------------------------------------------------- initial weights, groups
+# --------------------------------------------------------------------------------------------- initial weights, groups
 
 
 def test_each_parameter_is_drawn_by_its_name_and_the_seed():
@@ -206,7 +207,8 @@ def test_matrices_and_embeddings_decay_and_gains_do_not():
     decay, rest = model.param_groups()
     assert decay["decay"] and not rest["decay"] and decay["lr_scale"] == rest["lr_scale"] == 1
     names = {id(p): name for name, p in model.named_parameters()}
-    assert all("norm" not in names[id(p)] for p in decay["params"]) and all("norm" in names[id(p)] for p in rest["params"])
+    assert all("norm" not in names[id(p)] for p in decay["params"])
+    assert all("norm" in names[id(p)] for p in rest["params"])
     assert sorted(map(id, decay["params"] + rest["params"])) == sorted(names)
 
 
@@ -227,14 +229,15 @@ def test_an_impossible_configuration_is_refused_with_a_sentence(bad, sentence):
 def test_derived_fields():
     config = GPTConfig(n_embd=512, n_head=8)
     assert (config.n_kv_head, config.head_dim, config.d_ff) == (8, 64, 1344) and config.padded_vocab_size == 320
-    assert {f.name for f in dataclasses.fields(config)} >= {"rope_base", "qk_norm", "tie_embeddings", "norm_eps", "init_std"}
+    names = {f.name for f in dataclasses.fields(config)}
+    assert names >= {"rope_base", "qk_norm", "tie_embeddings", "norm_eps", "init_std"}
 
 
 def test_flops_by_counting_every_product():
     config, T = GPTConfig(**SMALL), 6
     matrices = sum(2 * p.numel() for name, p in GPT(config).named_parameters() if p.dim() == 2 and "embed" not in name)
     pairs = sum(range(1, T + 1)) / T                                       # token t sees t + 1 tokens
-    attention = 3 * 2 * 2 * 4 * 8                                          # layers, two products, 2 FLOPs, heads, head_dim
+    attention = 3 * 2 * 2 * 4 * 8                                      # layers, two products, 2 FLOPs, heads, head_dim
     flops = flops_per_token(config, T)
     assert flops["prefill"] == matrices + attention * pairs
     assert flops["train"] == 3 * matrices + 3.5 * attention * pairs
@@ -285,7 +288,7 @@ def test_the_fused_loss_under_autocast(few_rows):
 
 
 def test_scaled_fp16_keeps_the_gradient_that_a_mean_would_round_away(monkeypatch):
-    """Each of 128 tokens is sure of one id, and the others get a probability of 3e-6: fp16 holds that, but not a 128th."""
+    """Each of 128 tokens is sure of one id, the others get a probability of 3e-6: fp16 holds that, but not a 128th."""
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     torch.manual_seed(0)
     V, N = 4096, 128
@@ -298,7 +301,7 @@ def test_scaled_fp16_keeps_the_gradient_that_a_mean_would_round_away(monkeypatch
     (2.0 ** 16 * loss).backward()                                          # what a gradient scaler does
     exact = weight.double().requires_grad_()
     F.cross_entropy(h.double() @ exact.T, targets).backward()
-    ours, exact = W.grad[V // 2:] / 2 ** 16, exact.grad[V // 2:]           # rows that are no target: nothing but softmax
+    ours, exact = W.grad[V // 2:] / 2 ** 16, exact.grad[V // 2:]        # rows that are no target: nothing but softmax
     assert (ours - exact).norm() < 0.03 * exact.norm()
 
 

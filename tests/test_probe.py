@@ -46,12 +46,6 @@ def test_a_pure_sink_gives_all_to_the_first_token():
     assert measures.importance_entropy(A[:, :1]).item() == 0                 # one token has it all
 
 
-def test_the_first_rows_own_attention_does_not_count_as_mass():
-    A = torch.tensor([[1.0, 0, 0], [0.2, 0.8, 0], [0.4, 0.5, 0.1]])[None, None]
-    assert measures.first_mass(A).item() == pytest.approx(0.3)
-    assert measures.sink_rate(torch.tensor([[0.3, 0.31, 0.9, 0.0]], dtype=torch.float64)).item() == 0.5
-
-
 def test_similarity_is_1_of_equal_states_and_by_hand_of_three_tokens():
     assert measures.token_similarity(torch.randn(1, 1, 9).expand(2, 5, 9)).item() == pytest.approx(1, abs=1e-6)
     h = torch.tensor([[[1.0, 0], [0, 2], [3, 3]]])                       # cosines 0, 1/sqrt 2, 1/sqrt 2
@@ -274,7 +268,7 @@ def test_a_sink_is_found_and_none_is_said_to_leave_the_claim_untested():
     some = dict(mass=[0.02, 0.4], sink_rate=[0, 0.5], mass_by_head=[[0.01, 0.03], [0.02, 0.78]]) | facts
     assert figures.sink_found("x", some | dict(dummy=True)) == \
         "x: 25% of all heads are sinks, most of them in layer 1 (50%); mass on the dummy 0.21."
-    T4 = measures.first_mass(measures.uniform(CAUSAL[:4, :4])).item()          # (1/2 + 1/3 + 1/4) / 3: all would be sinks
+    T4 = measures.first_mass(measures.uniform(CAUSAL[:4, :4])).item()      # (1/2 + 1/3 + 1/4) / 3: all would be sinks
     assert figures.sink_found("x", some | dict(mass_uniform=[0.1, T4])) == \
         "x: cannot be told in windows this short, where looking at all that is seen alike puts 0.36 on the first " \
         "token; mass on it 0.21."
@@ -365,7 +359,8 @@ def test_the_grid_needs_no_run_and_the_one_that_is_shown_is_the_codes(tmp_path):
     probe.main(["--grid", f"--out={tmp_path}"])
     made = json.loads((tmp_path / "who_reads_whom.json").read_text(encoding="utf-8"))
     assert (tmp_path / "who_reads_whom.png").stat().st_size > 5000 and list(made) == probe.MAIN_MODELS
-    shown = json.loads((Path(train.__file__).parent / "docs" / "figures" / "who_reads_whom.json").read_text(encoding="utf-8"))
+    figure = Path(train.__file__).parent / "docs" / "figures" / "who_reads_whom.json"
+    shown = json.loads(figure.read_text(encoding="utf-8"))
     for name in probe.MAIN_MODELS:
         for kind in ("own", "past"):
             cells = [[[bool(value) for value in row] for row in grid[name]["reads"][kind]] for grid in (made, shown)]
@@ -424,8 +419,3 @@ def test_windows_longer_than_the_text_are_refused(tmp_path):
     train.main([*SMALL, f"--data={tmp_path}", f"--out_dir={tmp_path / 'r'}"])
     with pytest.raises(SystemExit, match="fewer than the 24 held-out tokens"):
         probe.main([str(tmp_path / "r")])
-
-
-def test_help_lists_the_settings(capsys):
-    probe.main(["--help"])
-    assert "--windows=16" in capsys.readouterr().out

@@ -9,7 +9,8 @@ import pytest
 
 import train
 from configs import SettingError
-from tools import prove, sample
+from tools import bench, prove, sample
+from tools.probe import __main__ as probe
 from trainer import evaluate
 
 ROOT = Path(train.__file__).parent
@@ -78,8 +79,9 @@ def test_help_lists_the_settings(flag, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["value_residual.py", flag])
     prove.main({"value_residual": train.MODELS["value_residual"]})
     assert "--variant" in capsys.readouterr().out
-    train.main([flag])
-    assert "--max_iters" in capsys.readouterr().out
+    for program, setting in ((train, "--max_iters"), (bench, "--steps"), (probe, "--windows=16")):
+        program.main([flag])
+        assert setting in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 20, 64])

@@ -160,10 +160,8 @@ def test_the_learning_rate_is_positive_and_finite_for_every_edge(warmup, decay, 
 
 
 MISTAKES = [
-    (["--nlayer=3"], "did you mean --n_layer?"),
     (["--model=gtp"], "choose one of gpt"),
-    (["--n_layer=two"], "a whole number is wanted"),
-    (["--n_head=4", "--n_kv_head=3"], "n_head=4 is not a multiple of it"),
+    (["--n_head=4", "--n_kv_head=3"], "n_kv_head=3: n_head=4 is not a multiple"),
     (["--block_size=7000"], "block_size=7000 needs 7001 tokens"),
     (["--data=nowhere"], "no data set 'nowhere'"),
     (["--device=tpu"], "cannot be used here"),
@@ -254,9 +252,8 @@ def test_a_non_finite_number_stops_the_run_and_spares_the_checkpoint(run, monkey
     assert load_checkpoint("r/last.pt").facts["step"] == kept if kept else not list(Path("r").glob("*.pt"))
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_validation_that_is_not_finite_stops_the_run(run, monkeypatch, loss):
-    monkeypatch.setattr(evaluate, "evaluate", lambda *arguments: (loss, loss))
+def test_a_validation_that_is_not_finite_stops_the_run(run, monkeypatch):
+    monkeypatch.setattr(evaluate, "evaluate", lambda *arguments: (math.nan, math.nan))
     assert "step 1: validation loss" in refused(run, "--out_dir=r", "--max_iters=1")
     assert load_checkpoint("r/last.pt").facts["step"] == 1 and not Path("r/best.pt").exists()
 
@@ -375,24 +372,31 @@ def test_a_folder_has_one_process_at_a_time(run, tmp_path):
     assert not Path("r/lock").exists()
 
 
-def broken(name, value):
-    def change(state):
-        *path, last = name.split(".")
-        for key in path:
-            state = state[int(key) if key.isdigit() else key]
-        if value is None:
-            del state[last if not last.isdigit() else int(last)]
-        else:
-            state[last if not last.isdigit() else int(last)] = value
-    return change
+@pytest.fixture(scope="module")
+def trained(tiny_data, tmp_path_factory):
+    """The last checkpoint of a run of one step."""
+    folder = tmp_path_factory.mktemp("trained") / "r"
+    train.main([*SMALL, f"--data={tiny_data}", "--max_iters=1", f"--out_dir={folder}"])
+    return folder / "last.pt"
+
+
+def change(state, path, value):
+    """Sets the entry at `path`, or deletes it if the value is None."""
+    *keys, last = (int(key) if key.isdigit() else key for key in path)
+    for key in keys:
+        state = state[key]
+    if value is None:
+        del state[last]
+    else:
+        state[last] = value
 
 
 @pytest.mark.parametrize("name, value, sentence", [
     ("settings.model", "gone", "does not fit the code"), ("settings", [], "its settings cannot be used"),
-    ("model_config.gone", 1, "does not fit the code"), ("model.norm\0weight", None, "does not fit the code"),
-    ("model.norm\0weight", torch.ones(3), "does not fit the code"),
-    ("model.norm\0weight", 5, "its model cannot be used"),
-    ("model.norm\0weight", torch.full((16,), math.nan), "norm.weight is not finite"),
+    ("model_config.gone", 1, "does not fit the code"), ("norm", None, "does not fit the code"),
+    ("norm", torch.ones(3), "does not fit the code"),
+    ("norm", 5, "its model cannot be used"),
+    ("norm", torch.full((16,), math.nan), "norm.weight is not finite"),
     ("step", 1.5, "its step cannot be used"), ("step", -1, "its step cannot be used"),
     ("best", "low", "its best cannot be used"),
     ("format", "other", "is no checkpoint of this project"),
@@ -403,13 +407,11 @@ def broken(name, value):
     ("optimizer.state.1.exp_avg_sq", torch.ones(1), "optimizer state of parameter 1"),
     ("optimizer.state.1.step", torch.tensor(math.nan), "state of parameter 1"),
     ("scaler", 5, "its scaler cannot be used")])
-def test_a_tampered_checkpoint_is_refused_with_one_line(run, name, value, sentence):
-    run("--out_dir=r", "--max_iters=1")
-    state = torch.load("r/last.pt", weights_only=True)
-    if "\0" in name:
-        state["model"].pop("norm.weight") if value is None else state["model"].update({"norm.weight": value})
-    else:
-        broken(name, value)(state)
+def test_a_tampered_checkpoint_is_refused_with_one_line(trained, tmp_path, monkeypatch, name, value, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("r").mkdir()
+    state = torch.load(trained, weights_only=True)
+    change(state, ["model", "norm.weight"] if name == "norm" else name.split("."), value)
     torch.save(state, "r/last.pt")
     if name not in ("settings.model", "model_config.gone"):
         assert sentence in refused(train.main, ["--resume", "--out_dir=r", "--max_iters=2"])

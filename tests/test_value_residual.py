@@ -9,7 +9,7 @@ from model import causal_attention
 from tools.prove import loop_diff
 from train import build
 from value_residual import FIXED, TRAINED, ValueResidual
-from tests.test_contract import SMALL, assert_any_pieces_decode_alike, ids, make as make_arm
+from tests.test_contract import SMALL, ids, make as make_arm
 
 
 def make(variant="identity", **overrides):
@@ -102,17 +102,6 @@ def test_only_weights_above_the_source_learn_and_none_decays(variant, source):
     assert {id(p) for p in weights.values()} <= {id(p) for p in model.param_groups()[1]["params"]}
 
 
-def test_a_layers_own_pattern_is_untouched_and_the_next_layers_is_not():
-    model, other = make(), make()
-    other.blocks[0].wv.weight.data += 1.0
-    for m in (model, other):
-        m.trace = {}
-        m(ids(1, 20))
-    for name in "qk":
-        assert torch.equal(model.trace[name][0], other.trace[name][0])
-        assert not torch.equal(model.trace[name][1], other.trace[name][1])
-
-
 def test_the_cache_holds_mixed_values_and_mixing_twice_is_wrong():
     model, idx = make().double(), ids(1, 20)
     cache = model.new_cache(1)
@@ -122,12 +111,6 @@ def test_the_cache_holds_mixed_values_and_mixing_twice_is_wrong():
         torch.testing.assert_close(cache.v[n, :, :, :20], model.trace["v"][n])
     twice = by_hand(model, idx, lambda n, first, v: 0.5 * first + 0.5 * (0.5 * first + 0.5 * v))
     assert (twice - full).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("variant", ["learnable", "svformer"])
-def test_decoding_in_any_pieces_is_the_full_forward_where_the_source_lies_higher(variant):
-    assert_any_pieces_decode_alike(make(variant, source=2).double())
-
 
 
 def test_svformer_has_no_later_value_weights_and_one_value_slot():

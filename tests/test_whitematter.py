@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import configs
 import model as baseline
 import whitematter
-from cyclic import Channels, past_attention, publish, scheduled
+from cyclic import Channels, past_attention, scheduled
 from model import GPTConfig, rotate
 from tests.test_contract import ids
 from train import build
@@ -420,26 +420,3 @@ def test_a_trace_holds_what_the_schedule_left_in_token_order(variant, how):
 def test_bad_settings_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         make(**settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["release", "paper"])
-def test_compiled_equals_eager(variant):
-    """Loss and gradients, with groups of two sizes, and no piece runs into the recompile limit."""
-    model = build("whitematter", **SMALL, variant=variant, groups=3)
-    generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.data += 0.3 * torch.randn(p.shape, generator=generator)
-    idx, targets = ids(2, 14), ids(2, 14, seed=2)
-    results = []
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for compiled in (False, True):
-            if compiled:
-                model.compile_pieces()
-            model.train().zero_grad()
-            loss = model(idx, targets)
-            loss.backward()
-            results.append((loss.item(), [p.grad.clone() for p in model.parameters()]))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
-    for a, b in zip(results[0][1], results[1][1]):
-        assert (a - b).norm() <= 1e-3 * a.norm() + 1e-6
