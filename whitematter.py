@@ -2,7 +2,7 @@
 WhiteMatter: every layer reads what past tokens made at any depth, through k channels that each token publishes.
 
 In a plain decoder, layer l of a token reads the past at depth l alone. Here each token, once all its layers have run,
-publishes k keys and k values, each projected from its own learned mixture of all layer states. Layer l of every later
+publishes k keys and k values, each projected from its own learned mixture of the layers' inputs. Layer l of every later
 token reads channel l mod k: attention is strictly causal, and the model is recurrent over tokens (see cyclic.py).
 
     Wenbo Zhang and Xiang Ren, WhiteMatter: All-to-All Cross-Layer Connections via KV Source Mixing, arXiv 2608.18486
@@ -47,7 +47,7 @@ class WhiteMatter(FeedbackGPT):
         keys, values = channels.k.unbind(), channels.v.unbind()              # k tensors (B, Hkv, N, d) each
         states = [x]                                            # h_0
         for l, block in enumerate(self.blocks):
-            q = block.query(x, rope)                            # q alone: its own k and v need the token's top layer
+            q = block.query(x, rope)                            # q alone: the token's k and v come after the stack
             j = l % self.n_channels                             # layer l reads channel l mod k
             x = block.finish(x, self.attend_past(l, q, keys[j], values[j], seen))
             states.append(x)                                    # h_{l+1}

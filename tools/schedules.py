@@ -18,6 +18,7 @@ import cyclic
 import data
 import train
 from configs import SettingError
+from trainer.console import program
 
 WINDOWS = 64                           # held-out windows of block_size tokens that the losses are taken over
 PASSES, JACOBI_PASSES = 32, 96         # passes tried
@@ -105,30 +106,28 @@ def tables(model, x, y):
         print(f"  {schedule:<12}{groups:>7}" + "".join(f"{row[p - 1]:>9.4f}" for p in shown) + f"{exact:>9.4f}")
 
 
-def windows(name, config):
-    """WINDOWS full held-out windows x, y (n, block_size) of a data set."""
-    folder = data.dataset(name)
-    tokens = data.open_tokens(folder, "val", config.vocab_size)
-    eot = data.tokenizer(data.read_meta(folder)["tokenizer"]).eot_token
-    return next(data.windows(tokens, config.block_size, eot, WINDOWS))
+def windows(run, tokenizer):
+    """WINDOWS full held-out windows x, y (n, block_size) of the text that the run was trained on."""
+    tokens = data.open_tokens(train.run_data(run), "val", run.config.vocab_size)
+    return next(data.windows(tokens, run.config.block_size, tokenizer.eot_token, WINDOWS))
 
 
-def main():
-    try:
-        words = sys.argv[1:]
-        folder = Path(words[0]) if words else Path("runs/cyclic_lab")
-        if not words and not (folder / "last.pt").exists():
-            print("no trained model yet: training one exactly, about four minutes on two free cores\n")
-            train.main([str(configs.HERE / "cyclic_lab.toml")])
-        model, config, facts = train.load_checkpoint(folder)
-        if not hasattr(config, "schedule"):
-            raise SettingError(f"{folder} holds a model without feedback: name a run of whitematter, feedback or lckv")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        x, y = windows(facts["settings"].get("data", "plays"), config)
-        tables(model.to(device), x.to(device), y.to(device))
-    except ValueError as error:                                 # SettingError is one
-        sys.exit(f"tools.schedules: {error}")
+@program("schedules")
+def main(argv):
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return
+    folder = Path(argv[0]) if argv else Path("runs/cyclic_lab")
+    if not argv and not (folder / "last.pt").exists():
+        print("no trained model yet: training one exactly, about four minutes on two free cores\n")
+        train.main([str(configs.HERE / "cyclic_lab.toml")])
+    run, tokenizer = train.open_run(folder)
+    if not hasattr(run.config, "schedule"):
+        raise SettingError(f"{folder} holds a model without feedback: name a run of whitematter, feedback or lckv")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, y = windows(run, tokenizer)
+    tables(run.model.to(device), x.to(device), y.to(device))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
