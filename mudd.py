@@ -19,7 +19,7 @@ X_0 and all outputs X_1 .. X_i. Unlike attention: signed weights, no softmax, no
     W1, W2, a_i (DenseFormer's alpha)      w1, w2, a           (K, D), (C S, K), (C, S); K = C S
 
 Cost, summed over layers: D K + K C S + C S parameters, 2 D K + 2 K C S + 2 C S D FLOPs per token; and 2 D parameters
-in each block for two more norms. The cache is the baseline's: a token mixes its own states. Paper against releases: docs/errata.md.
+in each block for two more norms. The cache is the baseline's: a token mixes its own states. Releases: docs/errata.md.
 """
 from dataclasses import dataclass, replace
 

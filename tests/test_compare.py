@@ -633,7 +633,8 @@ def test_a_claim_has_a_valid_command_a_figure_and_a_verdict(row, tiny_data, monk
     monkeypatch.chdir(ROOT)
     number, claim, paper, commands, ours, conclusion = row
     assert claim and paper
-    verdicts = r"shown.*|not shown.*|contradicted.*|open|direction only.*|reconstruction|not testable at this scale: .{15,}"
+    verdicts = (r"shown.*|not shown.*|contradicted.*|open|direction only.*|reconstruction|"
+                r"not testable at this scale: .{15,}")
     assert re.fullmatch(verdicts, conclusion)
     assert (ours == "not measured yet") == (conclusion == "open") or conclusion.startswith("not testable")
     for command in re.findall(r"`(python [^`]*)`", commands) or pytest.fail("no command"):

@@ -206,8 +206,8 @@ def test_a_pickled_model_is_the_same_model(arm):
     assert torch.equal(torch.load(file, weights_only=False)(idx), model(idx))
 
 
-COMPILED = ["value_residual svformer", "mudd", "looped", "lime", "shortcut matrix", "whitematter", "feedback cyclic", "lckv",
-            "fusedkv chain", "recurrent loop"]
+COMPILED = ["value_residual svformer", "mudd", "looped", "lime", "shortcut matrix", "whitematter", "feedback cyclic",
+            "lckv", "fusedkv chain", "recurrent loop"]
 
 
 @pytest.mark.slow

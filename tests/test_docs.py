@@ -1,4 +1,4 @@
-"""The pages of docs/: links lead somewhere, edits fit the files and do what the page says, examples run, figures are the shipped ones."""
+"""The pages of docs/: links lead somewhere, edits do what the page says, examples run, figures are the shipped ones."""
 import json
 import os
 import re
@@ -18,8 +18,8 @@ RESULT = json.loads((ROOT / "docs" / "workshop.json").read_text(encoding="utf-8"
 
 
 def copy_of_the_sources(folder):
-    for name in ("*.py", "pyproject.toml", "baselines/*.py", "configs/*", "data/*.py", "data/openwebtext/*.py", "tests/*.py",
-                 "tools/**/*.py", "trainer/*.py"):
+    for name in ("*.py", "pyproject.toml", "baselines/*.py", "configs/*", "data/*.py", "data/openwebtext/*.py",
+                 "tests/*.py", "tools/**/*.py", "trainer/*.py"):
         for path in ROOT.glob(name):
             if path.is_file():
                 target = folder / path.relative_to(ROOT)
@@ -72,8 +72,8 @@ def test_the_edits_of_labs_1_and_2_do_what_the_page_says(tmp_path):
     assert distance("value_residual.py", first)[0] == 0
     apart, at_the_query = distance("value_residual.py", second, third)
     assert apart > 0
-    same = ("import train, torch; a, b = (train.build(n, n_layer=3, n_embd=16, **k) for n, k in (('value_residual', {}), "
-            "('shortcut', dict(variant='query')))); x = torch.arange(8)[None]; assert torch.equal(a(x), b(x))")
+    same = ("import train, torch; a, b = (train.build(n, n_layer=3, n_embd=16, **k) for n, k in "
+            "(('value_residual', {}), ('shortcut', dict(variant='query')))); x = torch.arange(8)[None]; assert torch.equal(a(x), b(x))")
     assert python(at_the_query, "-c", same) == (0, "")                     # so the shipped arm is this edit
     assert distance("mudd.py")[0] == 0 and distance("mudd.py", *lab(2))[0] > 0.1
 
@@ -128,7 +128,10 @@ def test_the_mechanism_of_the_page_starts_as_the_baseline_and_decodes_exactly(mo
 # -------------------------------------------------------------------------------------------------------------- links
 
 
-@pytest.mark.parametrize("page", [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *ROOT.glob("*/*.md"))])
+PAGES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *ROOT.glob("*/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)\)", prose):

@@ -22,7 +22,8 @@ ROOT = Path(train.__file__).parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
 COMMANDS = BLOCKS + [command for command in re.findall(r"`(python [^`]+)`", README) if command not in BLOCKS]
-SMALL = ["--n_layer=2", "--n_embd=16", "--n_head=2", "--block_size=16", "--batch_size=2", "--max_iters=2", "--sample_tokens=5"]
+SMALL = ["--n_layer=2", "--n_embd=16", "--n_head=2", "--block_size=16", "--batch_size=2", "--max_iters=2",
+         "--sample_tokens=5"]
 
 
 def test_the_first_commands_stand_in_the_first_forty_lines_with_their_output():
@@ -89,8 +90,8 @@ def test_the_table_of_mechanisms_shows_what_the_code_computes(name):
 
 def test_the_comparison_in_the_readme_is_the_shipped_one():
     report = results.read(ROOT / "docs" / "compare.json")
-    shown = {cells[0]: cells for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines())
-             if cells and cells[0] in ("value_residual", "mudd", "depth_attention")}
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines()]
+    shown = {cells[0]: cells for cells in lines if cells and cells[0] in ("value_residual", "mudd", "depth_attention")}
     for row in verdict.compare_runs(report):
         text = f"{row['mean']:+.4f} ({row['sd']:.4f})", f"{row['low']:+.4f} to {row['high']:+.4f}", row["verdict"]
         assert tuple(shown[row["arm"]][2:5]) == text

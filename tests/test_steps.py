@@ -9,7 +9,8 @@ import train
 from train import TrainConfig, learning_rate
 from trainer.evaluate import evaluate
 
-SMALL = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--sample_tokens=0", "--device=cpu"]
+SMALL = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--sample_tokens=0",
+         "--device=cpu"]
 
 
 def test_the_rate_rises_in_equal_steps_reaches_its_peak_after_the_warm_up_and_falls_to_its_end():
@@ -24,7 +25,8 @@ def test_best_keeps_the_lowest_validation_and_last_the_newest(tiny_data, tmp_pat
     monkeypatch.setattr(train, "finish", lambda run: None)
     train.main([*SMALL, f"--data={tiny_data}", f"--out_dir={tmp_path / 'r'}", "--max_iters=4", "--eval_interval=2"])
     best, last = (torch.load(tmp_path / "r" / name, weights_only=True) for name in ("best.pt", "last.pt"))
-    assert (best["step"], best["val_loss"]) == (2, 2.0) and (last["step"], last["val_loss"], last["best"]) == (4, 3.0, 2.0)
+    assert (best["step"], best["val_loss"]) == (2, 2.0)
+    assert (last["step"], last["val_loss"], last["best"]) == (4, 3.0, 2.0)
 
 
 def test_dropout_draws_anew_in_each_step_and_alike_in_a_resumed_one():
@@ -40,7 +42,8 @@ def test_dropout_draws_anew_in_each_step_and_alike_in_a_resumed_one():
 
 
 def test_validation_drops_nothing_out_and_puts_training_mode_back(tiny_data):
-    model, tokenizer = train.build("gpt", n_layer=1, n_embd=16, n_head=2, block_size=16, dropout=0.5), data.tokenizer("bytes")
+    model = train.build("gpt", n_layer=1, n_embd=16, n_head=2, block_size=16, dropout=0.5)
+    tokenizer = data.tokenizer("bytes")
     tokens = data.open_tokens(tiny_data, "val", 257)
     assert evaluate(model.train(), tokens, tokenizer, 4) == evaluate(model.eval(), tokens, tokenizer, 4)
     evaluate(model.train(), tokens, tokenizer, 4)
