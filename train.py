@@ -38,7 +38,7 @@ from depth_attention import DepthAttention, DepthAttentionConfig, LoopedConfig, 
 from model import GPT, GPTConfig
 from mudd import MUDD, MUDDConfig
 from trainer import checkpoint, run_folder
-from trainer.device import device_and_dtype, device_name, mfu, out_of_memory, peak_memory
+from trainer.device import device_and_dtype, mfu, peak_memory
 from trainer.evaluate import check_held_out, measure
 from trainer.finish import finish
 from trainer.flops import flops_of, training_flops
@@ -421,7 +421,7 @@ def main(argv):
     settings = configs.read(argv)
     resume = configs.convert("resume", settings.pop("resume", False), bool)
     if not resume and all(argument.startswith("-") for argument in argv):
-        settings = configs.load_preset("laptop") | settings
+        settings = configs.load_preset(configs.HERE / "laptop.toml") | settings
     if settings.pop("help", False):
         print(__doc__ + configs.help_text(*read_settings(settings)[:2], models=MODELS))
         return

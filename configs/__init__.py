@@ -54,7 +54,7 @@ def load_preset(name):
         raise SettingError(f"{str(name)!r} is no preset: give a TOML file, one of {known}, or a setting, --name=value")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:           # tomllib has several ways to say that it is none
         raise SettingError(f"{path} is not a preset: {error}") from None
 
 

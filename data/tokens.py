@@ -243,6 +243,9 @@ class TokenWriter:
         try:
             if error is None:
                 self.close()
+        except OSError as problem:
+            problem.filename = problem.filename or str(self.path)
+            raise
         finally:
             with suppress(OSError):                    # on a full disk even closing fails
                 self.file.close()
@@ -258,6 +261,9 @@ def write_text(path, text):
     try:
         partial.write_text(text, encoding="utf-8", newline="\n")
         os.replace(partial, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)           # a full disk gives no name
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

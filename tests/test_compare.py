@@ -149,7 +149,7 @@ def test_what_is_paired():
     report = planted(-0.1, 0.0, seconds_per_step=0.2)
     report["runs"] = [r for r in report["runs"] if (r["arm"], r["seed"]) not in {("gpt", 0), ("mudd", 4)}]
     base, row = verdict.runs_of(report, "gpt"), verdict.compare_runs(report)[0]
-    assert list(row["values"]) == [1, 2, 3] and row["seconds"] == 2
+    assert row["values"] == pytest.approx(dict.fromkeys((1, 2, 3), -0.1)) and row["seconds"] == 2
     base[1]["val_loss"] = math.inf
     row, = verdict.compare_runs(report)
     assert row["verdict"] == "diverged" and len(row["tokens"]) == 2

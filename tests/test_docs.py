@@ -73,7 +73,8 @@ def test_the_edits_of_labs_1_and_2_do_what_the_page_says(tmp_path):
     apart, at_the_query = distance("value_residual.py", second, third)
     assert apart > 0
     same = ("import train, torch; a, b = (train.build(n, n_layer=3, n_embd=16, **k) for n, k in "
-            "(('value_residual', {}), ('shortcut', dict(variant='query')))); x = torch.arange(8)[None]; assert torch.equal(a(x), b(x))")
+            "(('value_residual', {}), ('shortcut', dict(variant='query')))); x = torch.arange(8)[None]; "
+            "assert torch.equal(a(x), b(x))")
     assert python(at_the_query, "-c", same) == (0, "")                     # so the shipped arm is this edit
     assert distance("mudd.py")[0] == 0 and distance("mudd.py", *lab(2))[0] > 0.1
 

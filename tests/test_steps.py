@@ -65,3 +65,22 @@ def test_the_whole_gradient_is_clipped_to_its_norm(tiny_data, tmp_path, monkeypa
     after = train.load_checkpoint(tmp_path / "r").model.parameters()
     length = torch.sqrt(sum((a - b).square().sum() for a, b in zip(after, before))).item()
     assert length == pytest.approx(moved, rel=0.02) if moved else length > 0.1
+
+
+def test_the_processes_shares_are_the_batch_of_one(tiny_data):
+    def share(rank, world):
+        return train.micro_batches(SimpleNamespace(
+            config=SimpleNamespace(batch_size=2, gradient_accumulation_steps=4), rank=rank, world=world,
+            device=torch.device("cpu"), train_tokens=data.open_tokens(tiny_data, "train", 257),
+            model=SimpleNamespace(config=SimpleNamespace(seed=1337, block_size=16))), step=3)
+    one, two = share(0, 1), (share(0, 2), share(1, 2))
+    assert all(torch.equal(x, two[i % 2][i // 2][0]) and torch.equal(y, two[i % 2][i // 2][1])
+               for i, (x, y) in enumerate(one))
+
+
+def test_a_run_with_a_frozen_parameter_goes_on(tiny_data, tmp_path):
+    folder = tmp_path / "r"
+    frozen = ["--model=whitematter", "--n_layer=2", "--router=depth_causal"]
+    train.main([*SMALL, *frozen, f"--data={tiny_data}", f"--out_dir={folder}", "--max_iters=2"])
+    train.main(["--resume", f"--out_dir={folder}", "--max_iters=3"])
+    assert torch.load(folder / "last.pt", weights_only=True)["step"] == 3

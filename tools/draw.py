@@ -11,6 +11,7 @@ import torch
 
 import configs
 from configs import SettingError
+from trainer.console import program
 
 
 class Marks:
@@ -88,22 +89,23 @@ def prove(run_schedule, T, g):
         print(f"  {schedule:<15}{steps_a_pass:>3} sequential steps a pass, claimed {claim:<10} counted {counts}")
 
 
+@program("cyclic.py")
 def main(run_schedule):
     """`python cyclic.py`: the pictures and the counts; with --show, the pictures alone. T=12 g=4 unless given."""
     words = [word for word in sys.argv[1:] if word != "--show"]
-    try:
-        sizes = {"T": "12", "g": "4"}
-        for word in words:
-            name, _, value = word.partition("=")
-            if name not in sizes:
-                raise SettingError(f"{word} is unknown: give T=12 for the tokens, g=4 for the groups, --show for the "
-                                   f"pictures alone; for tables of a trained model: python -m tools.schedules RUN")
-            sizes[name] = value
-        T, g = (configs.convert(name, value, int) for name, value in sizes.items())
-        if not (1 <= g and 1 <= T <= 100):
-            raise SettingError(f"T={T} g={g}: give from 1 to 100 tokens, and at least 1 group")
-    except SettingError as error:
-        sys.exit(f"cyclic.py: {error}")
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return
+    sizes = {"T": "12", "g": "4"}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in sizes:
+            raise SettingError(f"{word} is unknown: give T=12 for the tokens, g=4 for the groups, --show for the "
+                               f"pictures alone; for tables of a trained model: python -m tools.schedules RUN")
+        sizes[name] = value
+    T, g = (configs.convert(name, value, int) for name, value in sizes.items())
+    if not (1 <= g and 1 <= T <= 100):
+        raise SettingError(f"T={T} g={g}: give from 1 to 100 tokens, and at least 1 group")
     show(run_schedule, T, g)
     if "--show" not in sys.argv:
         prove(run_schedule, T, g)

@@ -37,7 +37,7 @@ def by_pass(model, idx, schedule, groups, passes, read=lambda h: h):
         if len(given) == len(slices):
             top = cyclic.in_order(given, slices)
             if hasattr(model, "above"):                         # LCKV's layers above its block
-                top = model.warm_up(model.above, top, model.rope(torch.arange(T)), None)
+                top = model.warm_up(model.above, top, model.rope(torch.arange(T, device=idx.device)), None)
             found.append(read(model.norm(top)))
             given.clear()
         return output, states

@@ -9,6 +9,8 @@ and rotation are left out. What our own code does is `flops_per_token` of each m
 """
 from types import SimpleNamespace
 
+from trainer.console import program
+
 SHAPE = dict(n_layer=16, n_head=6, n_kv_head=3, head_dim=96, n_embd=512, d_ff=1536)
 T = 2048
 ROWS = {   # row: model, its settings, the paper's decode, prefill, training
@@ -86,6 +88,7 @@ def paper_flops(name, config, T):
     return {phase: sum(terms.values()) for phase, terms in paper_terms(name, config, T).items()}
 
 
+@program("table4")
 def main():
     print(f"GFLOPs per token, T={T}, " + ", ".join(f"{name}={value}" for name, value in SHAPE.items()))
     print(f"\n{'':<18}{'decode':>8}{'paper':>8}{'prefill':>9}{'paper':>8}{'train':>8}{'paper':>8}")

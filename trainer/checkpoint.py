@@ -60,7 +60,7 @@ def load(path):
         raise SettingError(f"{path} is no checkpoint of this project: take best.pt or last.pt of a run")
     state = COUNTERS | state
     state.setdefault("validated", state["step"])     # older files were saved after their validation
-    for name, good in (("settings", named), ("model_config", named), ("model", tensors), ("step", count),
+    for name, good in (("settings", settings), ("model_config", named), ("model", tensors), ("step", count),
                        ("skipped", count), ("best", number), ("val_loss", lambda v: v is None or number(v)),
                        ("validated", count), ("precision", precision),
                        ("tokenizer", lambda v: v is None or isinstance(v, str))):
@@ -106,11 +106,14 @@ def load_optimizer(optimizer, scaler, state, path):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for n, p in enumerate(parameters):
         entry = moments.get(n)
+        if entry is None and not p.requires_grad:                  # a frozen parameter has no moments
+            continue
         if entry is None and not moments and state["skipped"] == state["step"]:      # fp16: no step was ever taken
             continue
         if not tensors(entry) or not {"step", *MOMENTS} <= entry.keys() or first_bad(entry) or \
                 entry["step"].numel() != 1 or not 0 <= entry["step"].item() <= state["step"] or \
-                any(entry[name].shape != p.shape or entry[name].dtype != p.dtype for name in MOMENTS):
+                any(entry[name].shape != p.shape or entry[name].dtype != p.dtype for name in MOMENTS) or \
+                entry["exp_avg_sq"].min() < 0:
             raise damaged(path, f"the optimizer state of parameter {n} is missing, of another shape, or not finite")
     optimizer.load_state_dict(dict(state=moments, param_groups=mine["param_groups"]))
 
@@ -138,16 +141,25 @@ def named(value):
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
+def settings(value):
+    return named(value) and all(isinstance(value.get(name, ""), str) for name in ("model", "data"))
+
+
 def tensors(value):
-    return named(value) and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
+    """Plain ones alone: whole in memory, so that no kernel goes beyond them, and of floating-point numbers."""
+    return named(value) and all(
+        isinstance(t, torch.Tensor) and t.layout == torch.strided and t.device.type == "cpu" and t.is_floating_point()
+        and t.is_contiguous() for t in value.values())
 
 
 def number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    """A number above -1e300, or positive infinity: what a loss or a scale may be."""
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return plain and (-1e300 < value < 1e300 or value == math.inf)
 
 
 def count(value):
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2 ** 63
 
 
 def precision(value):

@@ -20,7 +20,8 @@ MEMORY = ("lower --batch_size and raise --gradient_accumulation_steps by as much
 REMEDY = {errno.ENOSPC: "make room on that disk", errno.EROFS: "name a folder on another disk",
           errno.EACCES: "check its permissions", errno.EPERM: "check its permissions",
           errno.ENOENT: "check the name", errno.EISDIR: "name a file, not a folder",
-          errno.ENOTDIR: "name a folder, not a file"}
+          errno.ENOTDIR: "name a folder, not a file", errno.EEXIST: "name a folder, not a file",
+          errno.ENAMETOOLONG: "give a shorter name"}
 
 
 def starting(module):
@@ -39,6 +40,7 @@ def program(name):
     def decorate(main):
         @functools.wraps(main)
         def bounded(*arguments, **keywords):
+            sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):   # "?" for a character that the terminal's encoding lacks
                     stream.reconfigure(errors="replace")

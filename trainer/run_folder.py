@@ -31,9 +31,14 @@ class Lock:
                 if os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno())):
                     break
             self.file.close()                        # its last owner has just removed it: lock the new file
-        self.file.truncate(0)
-        self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self.file.flush()
+        try:
+            with writing(self.path):
+                self.file.truncate(0)
+                self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                self.file.flush()
+        except OSError:
+            self.release()
+            raise
         atexit.register(self.release)                # if the run ends before its loop begins
 
     def taken(self):
@@ -47,8 +52,10 @@ class Lock:
                 import fcntl
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except OSError:
+        except (BlockingIOError, PermissionError):   # somebody else's; Windows says permission
             return False
+        except OSError:
+            return True                              # this file system, of a network say, has no locks
 
     def read_owner(self):
         try:

@@ -9,7 +9,7 @@ import torch
 import kernels
 from configs import SettingError
 from trainer import checkpoint
-from trainer.device import device_name
+from trainer.device import device_name, out_of_memory
 from trainer.flops import flops_of
 from trainer.run_folder import git_commit, write_log
 
@@ -63,6 +63,8 @@ def compile_pieces(run, forward, micro_batches):
         forward(run, *micro_batches(run, 0)[0]).backward()
         return True
     except Exception as error:                       # whatever it is: eager training tells a fault of ours from theirs
+        if out_of_memory(error):
+            raise
         kernels.restore(run.model)
         cause = next((line for line in str(error).splitlines() if line.strip()), "")
         print(f"torch.compile does not work here ({type(error).__name__}: {cause}); training goes on without it, and "

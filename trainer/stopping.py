@@ -1,5 +1,6 @@
 """How a run ends early: signals, errors, numbers that are not finite. Each loses no whole step."""
 import contextlib
+import math
 import signal
 import threading
 import time
@@ -43,17 +44,20 @@ def running(run, save):
 
 @contextlib.contextmanager
 def signals(run):
-    """Within it, a signal sets run.stop; a second Ctrl-C stops at once.
+    """Within it, a signal sets run.stop; another Ctrl-C, a second or more later, stops at once.
 
     Only the main thread may catch signals: in another thread this does nothing. An ignored signal stays ignored: nohup
     ignores SIGHUP.
     """
     def handle(number, frame):
-        if run.stop and number == signal.SIGINT:
+        now = time.monotonic()
+        if run.stop and number == signal.SIGINT and now - first[0] > 1:      # a double press must not lose steps
             raise KeyboardInterrupt
+        if not run.stop:
+            first[0] = now
         run.stop = True
 
-    before = {}
+    before, first = {}, [-math.inf]
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)                         # Windows has no SIGHUP
@@ -63,7 +67,7 @@ def signals(run):
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)           # None: it was set outside Python
 
 
 def stopped(run):

@@ -41,6 +41,7 @@ sys.path.insert(0, str(HERE.parents[1]))               # the project's root, whe
 from data.openwebtext.sources import ARCHIVES, documents, download, find_files, summary
 from data.tokenizers import END_OF_TEXT, tokenizer
 from data.tokens import TokenWriter, cut, write_meta
+from trainer.run_folder import Lock
 
 HELD_OUT = 0.0005                                      # share of a corpus
 ENOUGH, TENTH = 100_000, 0.1                           # of a smaller text: so many bytes, or this share if it is less
@@ -155,9 +156,11 @@ def prepare(files, out, tokenizer_name, procs, share=None):
             else:
                 count["empty"] += 1
 
+    out.mkdir(parents=True, exist_ok=True)
+    lock = Lock(out, "prepare.lock", "wait until it ends, or name another --out")
     unfinished = out / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)      # of a run that was killed
-    unfinished.mkdir(parents=True)
+    unfinished.mkdir()
     begin = time.perf_counter()
     try:
         with closing(Shards(unfinished, "train", 1)) as train, closing(Shards(unfinished, "val", 0)) as val:
@@ -176,6 +179,7 @@ def prepare(files, out, tokenizer_name, procs, share=None):
                    tokens={"train": train.tokens, "val": val.tokens})
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        lock.release()
 
     total = train.tokens + val.tokens
     print(f"{out}: {train.documents:,} documents ({train.tokens:,} tokens) to train on, {val.documents:,} "

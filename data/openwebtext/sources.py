@@ -85,12 +85,12 @@ def read_parquet(file, largest):
 def read_tar(file, largest):
     """The .txt members of a tar, and of the .xz-compressed tars in it, which OpenWebText's archives consist of."""
     for name, content in members(file, largest):
-        if name.endswith(".txt"):
-            yield content.read()
-        elif name.endswith(".xz"):
+        if name.lower().endswith(".txt"):
+            yield from read_txt(io.BufferedReader(content), largest)
+        elif name.lower().endswith(".xz"):
             for page, content in members(lzma.open(content), largest):
-                if page.endswith(".txt"):
-                    yield content.read()
+                if page.lower().endswith(".txt"):
+                    yield from read_txt(io.BufferedReader(content), largest)
 
 
 def members(file, largest):

@@ -20,6 +20,8 @@ import configs
 import data
 import train
 from configs import SettingError
+from trainer.device import device_and_dtype, device_name
+from trainer.flops import flops_of, training_flops
 
 
 def where(L):
@@ -99,10 +101,10 @@ def make_arm(label, shared):
     data.batch(tokens["train"], 0, 0, 1, model_config.block_size)        # refuses a text that is shorter than a block
     with torch.device("meta"):
         model = model_class(model_config)
-    flops = train.flops_of(model_class, model_config)
+    flops = flops_of(model_class, model_config)
     tokens = config.max_iters * config.batch_size * config.gradient_accumulation_steps * model_config.block_size
     return Arm(label, settings, identity(config, model), model_config, sum(p.numel() for p in model.parameters()),
-               tokens * train.training_flops(flops), config.max_iters)
+               tokens * training_flops(flops), config.max_iters)
 
 
 def labels(text):
@@ -152,9 +154,9 @@ ELSEWHERE = {"data", "out_dir", "resume", "overwrite", "device", "dtype", "compi
 
 def identity(config, model):
     """All that determines a run's result but its seed, as JSON gives it back. `machine` may differ between machines."""
-    device, dtype, _ = train.device_and_dtype(config, model.config)
+    device, dtype, _ = device_and_dtype(config, model.config)
     compiled = config.compile == "on" or config.compile == "auto" and device.type == "cuda"
-    machine = dict(device=train.device_name(device), dtype=str(dtype), compiled=compiled, torch=torch.__version__)
+    machine = dict(device=device_name(device), dtype=str(dtype), compiled=compiled, torch=torch.__version__)
     facts = dict(train={name: value for name, value in asdict(config).items() if name not in ELSEWHERE},
                  model={name: value for name, value in asdict(model.config).items() if name != "seed"},
                  data=data_facts(config.data), code=code_of(type(model).__module__, compiled), machine=machine)
@@ -171,12 +173,15 @@ def open_data(name):
 
 @functools.cache
 def data_facts(name):
-    """What the text is: its tokenizer, its length, and a checksum of the first million tokens of each split."""
+    """What the text is: its tokenizer, its length, and a checksum of each split."""
     meta, splits = open_data(name)
     facts = dict(tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"])
     for split, tokens in splits.items():
-        first = tokens.rows(0, [0], min(2 ** 20, tokens.shards[0].count))
-        facts |= {split: len(tokens), f"{split}_checksum": zlib.crc32(first)}
+        checksum, piece = 0, 2 ** 20                                     # tokens at a time
+        for n, shard in enumerate(tokens.shards):
+            for start in range(0, shard.count, piece):
+                checksum = zlib.crc32(tokens.rows(n, [start], min(piece, shard.count - start)), checksum)
+        facts |= {split: len(tokens), f"{split}_checksum": checksum}
     return facts
 
 
