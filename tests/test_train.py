@@ -395,7 +395,11 @@ def change(state, path, value):
     ("settings.model", "gone", "does not fit the code"), ("settings", [], "its settings cannot be used"),
     ("model_config.gone", 1, "does not fit the code"), ("norm", None, "does not fit the code"),
     ("norm", torch.ones(3), "does not fit the code"),
-    ("norm", 5, "its model cannot be used"),
+    ("norm", 5, "its model cannot be used"), ("norm", torch.ones(16).to_sparse(), "its model cannot be used"),
+    ("norm", torch.ones(1).expand(16), "its model cannot be used"),        # a kernel would write past its one number
+    ("norm", torch.ones(16, dtype=torch.int64), "its model cannot be used"),
+    ("settings.data", 3, "its settings cannot be used"), ("best", -math.inf, "its best cannot be used"),
+    ("best", 10 ** 400, "its best cannot be used"), ("step", 10 ** 30, "its step cannot be used"),
     ("norm", torch.full((16,), math.nan), "norm.weight is not finite"),
     ("step", 1.5, "its step cannot be used"), ("step", -1, "its step cannot be used"),
     ("best", "low", "its best cannot be used"),
@@ -405,6 +409,7 @@ def change(state, path, value):
     ("optimizer.state", [], "has other groups than the model"),
     ("optimizer.state.1", None, "state of parameter 1"), ("optimizer.state.1.exp_avg", None, "state of parameter 1"),
     ("optimizer.state.1.exp_avg_sq", torch.ones(1), "optimizer state of parameter 1"),
+    ("optimizer.state.1.exp_avg", torch.zeros(1).expand(16), "optimizer state of parameter 1"),
     ("optimizer.state.1.step", torch.tensor(math.nan), "state of parameter 1"),
     ("scaler", 5, "its scaler cannot be used")])
 def test_a_tampered_checkpoint_is_refused_with_one_line(trained, tmp_path, monkeypatch, name, value, sentence):
