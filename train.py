@@ -323,7 +323,7 @@ def prepare(settings, resumed=None):
         raise SettingError(f"--vocab_size={model_config.vocab_size} is smaller than the {meta['vocab_size']} ids of "
                            f"{folder}: leave it out")
     train_tokens, val_tokens = (data.open_tokens(folder, part, meta["vocab_size"]) for part in ("train", "val"))
-    data.batch(train_tokens, 0, 0, 1, model_config.block_size)
+    data.batch(train_tokens, 0, 0, 1, model_config.block_size)           # refuses a text shorter than a block
     check_held_out(val_tokens, tokenizer)
     steps = config.gradient_accumulation_steps
     if steps % world:

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import cyclic
 import kernels
 import model
-from cyclic import Channels, FeedbackGPT, ScheduleConfig
+from cyclic import FeedbackGPT, ScheduleConfig
 from model import QueryBlock, RMSNorm, normal, rotate
 
 

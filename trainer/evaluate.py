@@ -10,7 +10,7 @@ from trainer.processes import agree
 
 
 def check_held_out(tokens, tokenizer):
-    """ValueError if there is no held-out text or an id is beyond the vocabulary: before training, not after it."""
+    """ValueError if the held-out part is nothing but end of text: before training, not after it."""
     eot = tokenizer.eot_token
     if not sum((y != eot).sum().item() for _, y in data.windows(tokens, 2 ** 20, eot, 1)):
         raise ValueError(f"{tokens.shards[0][0]} holds nothing but end of text: prepare it from more text")

@@ -50,14 +50,15 @@ def signals(run):
     ignores SIGHUP.
     """
     def handle(number, frame):
+        nonlocal first
         now = time.monotonic()
-        if run.stop and number == signal.SIGINT and now - first[0] > 1:      # a double press must not lose steps
+        if run.stop and number == signal.SIGINT and now - first > 1:      # a double press must not lose steps
             raise KeyboardInterrupt
         if not run.stop:
-            first[0] = now
+            first = now
         run.stop = True
 
-    before, first = {}, [-math.inf]
+    before, first = {}, -math.inf
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)                         # Windows has no SIGHUP
